@@ -32,10 +32,10 @@ PROBED = ("model.embed_tokens.weight", "model.norm.weight")  # not packed for a 
 
 def probe(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Tensors that vLLM stores as they came, and the type of a router's output."""
-    found = {name: tensor.detach().clone() for name, tensor in model.named_parameters() if name in PROBED}
+    probed = {name: tensor.detach().clone() for name, tensor in model.named_parameters() if name in PROBED}
     gate = model.get_submodule("model.layers.0.mlp.gate")
-    found["logits"], _ = gate(torch.ones(1, gate.input_size, dtype=found[PROBED[0]].dtype))
-    return found
+    probed["logits"], _ = gate(torch.ones(1, gate.input_size, dtype=probed[PROBED[0]].dtype))
+    return probed
 
 
 @pytest.fixture(scope="module")

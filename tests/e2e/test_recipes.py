@@ -30,10 +30,10 @@ def recipes() -> dict[str, Recipe]:
 @pytest.fixture(scope="module")
 def representatives(recipes) -> dict[str, str]:
     """Key of a twin → the recipe that it is made of: the first of those that differ in numbers alone."""
-    found: dict[str, str] = {}
+    chosen: dict[str, str] = {}
     for name, recipe in recipes.items():
-        found.setdefault(twin_key(recipe), name)
-    return found
+        chosen.setdefault(twin_key(recipe), name)
+    return chosen
 
 
 @pytest.fixture(scope="module")

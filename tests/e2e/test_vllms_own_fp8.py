@@ -70,20 +70,20 @@ def set_up(method, layer, gate_up, down, gate_up_scale, down_scale, *_) -> None:
 def held(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What the codes and scales of the last layer stand for, by the names of the checkpoint; its router as it is."""
     block = model.model.layers[3]
-    found = {}
+    tensors = {}
     qkv = decoded(block.self_attn.qkv_proj.weight, block.self_attn.qkv_proj.weight_scale_inv)
     for part, tensor in zip("qkv", qkv.split([128, 64, 64]), strict=True):
-        found[f"self_attn.{part}_proj"] = tensor
-    found["self_attn.o_proj"] = decoded(block.self_attn.o_proj.weight, block.self_attn.o_proj.weight_scale_inv)
+        tensors[f"self_attn.{part}_proj"] = tensor
+    tensors["self_attn.o_proj"] = decoded(block.self_attn.o_proj.weight, block.self_attn.o_proj.weight_scale_inv)
     experts = block.mlp.experts.routed_experts
     for number in range(8):
         gate_up = decoded(experts.w13_weight[number], experts.w13_weight_scale_inv[number])
         down = decoded(experts.w2_weight[number], experts.w2_weight_scale_inv[number])
-        found[f"mlp.experts.{number}.gate_proj"] = gate_up[:WIDTH]
-        found[f"mlp.experts.{number}.up_proj"] = gate_up[128 : 128 + WIDTH]
-        found[f"mlp.experts.{number}.down_proj"] = down[:, :WIDTH]
-    found["router"] = block.mlp.gate(torch.eye(HIDDEN, dtype=torch.bfloat16))[0].T
-    return {name: tensor.clone() for name, tensor in found.items()}
+        tensors[f"mlp.experts.{number}.gate_proj"] = gate_up[:WIDTH]
+        tensors[f"mlp.experts.{number}.up_proj"] = gate_up[128 : 128 + WIDTH]
+        tensors[f"mlp.experts.{number}.down_proj"] = down[:, :WIDTH]
+    tensors["router"] = block.mlp.gate(torch.eye(HIDDEN, dtype=torch.bfloat16))[0].T
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def test_codes_and_scales_are_ours_after_load_and_after_an_update(monkeypatch):

@@ -48,8 +48,8 @@ def test_the_number_of_threads_is_that_of_the_setting():
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_exact_mode_has_the_bits_of_the_update(dtype):
-    found = bits_over_batches(dtype, {}, [1, 16])
-    assert set(found["differing"].values()) == {0}, found["differing"]
+    bits = bits_over_batches(dtype, {}, [1, 16])
+    assert set(bits["differing"].values()) == {0}, bits["differing"]
 
 
 @one_thread

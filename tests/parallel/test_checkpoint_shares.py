@@ -116,7 +116,7 @@ def test_boxes_are_ranges_of_the_flattened_tensor(shape):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for start in range(whole.numel() + 1):
         for stop in range(start, whole.numel() + 1):
-            found = list(boxes(shape, start, stop))
-            assert len(found) <= max(1, 2 * len(shape) - 1)
-            parts = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten() for box in found]
+            ranges = list(boxes(shape, start, stop))
+            assert len(ranges) <= max(1, 2 * len(shape) - 1)
+            parts = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten() for box in ranges]
             assert torch.cat([torch.empty(0, dtype=torch.int64), *parts]).tolist() == list(range(start, stop))

@@ -84,13 +84,13 @@ def compiled_for(capability: int) -> dict[str, Any]:
             get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda _device: 0
         )
     )
-    found: dict[str, Any] = {}
+    by_kernel: dict[str, Any] = {}
     compile_and_run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, **kwargs: Any) -> None:
         kernel = compile_and_run(self, *args, **kwargs | {"warmup": True})
         code = kernel.asm["ptx"]
-        found[name][self.__name__] = {
+        by_kernel[name][self.__name__] = {
             "bytes": len(kernel.asm["cubin"]),
             "fused": len(FUSED.findall(code)),
             "tensor cores": len(PRODUCT.findall(code)),
@@ -103,9 +103,9 @@ def compiled_for(capability: int) -> dict[str, Any]:
             module.check = lambda *_: None  # the tensors are a CPU's
         for dtype in DTYPES:
             name = str(dtype).removeprefix("torch.")
-            found[name] = {}
+            by_kernel[name] = {}
             call_all(dtype)
-    return found
+    return by_kernel
 
 
 if __name__ == "__main__":

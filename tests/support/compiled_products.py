@@ -65,11 +65,11 @@ def main() -> dict[str, dict[str, dict[int, int]]]:
         "measured": (_product, {"A_ROW": 512, "B_ROW": 512, "TILE": TILE}),
         "vLLM's experts": (experts, constants),
     }
-    found = {}
+    instructions = {}
     for kind in ("fp32", "tf32"):
         set_environment(kind)
-        found[kind] = {name: {c: compiled(*kernel, c) for c in CAPABILITIES} for name, kernel in kernels.items()}
-    return found
+        instructions[kind] = {name: {c: compiled(*kernel, c) for c in CAPABILITIES} for name, kernel in kernels.items()}
+    return instructions
 
 
 if __name__ == "__main__":

@@ -137,13 +137,13 @@ def gated_silu(dtype: torch.dtype) -> dict[str, Any]:
     gate, up = hidden.double().chunk(2, dim=-1)
     exact = F.silu(gate) * up * probs.double()[:, None]
     bound = gamma(FUNCTION + 4, torch.float32) * exact.abs()
-    found = {
+    figures = {
         "different": compositions(whole, lambda rows: kernels.gated_silu(hidden[rows], probs[rows])),
         "error": error(whole, exact, bound),
     }
     if dtype == torch.float32:  # in 16 bits the CPU's rounds in between
-        found["cpu"] = error(cpu(hidden, probs), exact, bound)
-    return found
+        figures["cpu"] = error(cpu(hidden, probs), exact, bound)
+    return figures
 
 
 def route(dtype: torch.dtype) -> dict[str, Any]:
@@ -151,14 +151,14 @@ def route(dtype: torch.dtype) -> dict[str, Any]:
 
     logits = torch.randn(60, 20, dtype=dtype)
     logits[:, 7] = logits[:, 3]  # equal ones: the lower index first
-    found = {}
+    figures = {}
     for normalize in (True, False):
         experts, probs = kernels.route(logits, 4, normalize)
         softmax = logits.double().softmax(-1)
         order = (-logits.double()).argsort(dim=-1, stable=True)[:, :4].sort(dim=-1).values
         exact = softmax.gather(1, order)
         exact = exact / exact.sum(-1, keepdim=True) if normalize else exact
-        found |= {
+        figures |= {
             f"experts {normalize}": torch.equal(experts.long(), order),
             f"error {normalize}": error(probs, exact, gamma(2 * FUNCTION + 20 + 4, torch.float32) * exact),
         }
@@ -167,7 +167,7 @@ def route(dtype: torch.dtype) -> dict[str, Any]:
         for rows in (some_rows(60) for _ in range(COMPOSITIONS))
     )
     unknown = kernels.route(torch.full((1, 20), float("nan")), 4, True)
-    return found | {
+    return figures | {
         "different": different,
         "not a number": unknown[0].tolist() == [[0, 1, 2, 3]] and bool(unknown[1].isnan().all()),
     }
@@ -250,10 +250,10 @@ def log_prob(dtype: torch.dtype) -> dict[str, Any]:
     terms = gamma(2, torch.float32) * 3 * largest + gamma(2 * FUNCTION + 2500, torch.float32)
     bounds = [terms + gamma(4, torch.float32) * (e.abs() + largest) for e in exact]
     bounds[1] = bounds[1] + 2 * terms * largest  # of the mean logit, a quotient of two sums
-    found = {"whole": finished(*whole.t()), "parts": finished(top, joined[0], parts[0][2] + parts[1][2], joined[1])}
+    results = {"whole": finished(*whole.t()), "parts": finished(top, joined[0], parts[0][2] + parts[1][2], joined[1])}
     errors = {
         f"{name} {what}": error(values[i], exact[i], bounds[i])
-        for name, values in found.items()
+        for name, values in results.items()
         for i, what in enumerate(("log-prob", "entropy"))
     }
     return errors | {

@@ -55,9 +55,9 @@ class Meeting:
         """The items of all ranks."""
         self.brought[rank] = item
         self.barrier.wait(PATIENCE_S)
-        found = [self.brought[i] for i in range(self.size)]
+        gathered = [self.brought[i] for i in range(self.size)]
         self.barrier.wait(PATIENCE_S)
-        return found
+        return gathered
 
 
 @dataclass
@@ -83,13 +83,13 @@ class Group:
             if gpu not in self.communicators:
                 self.communicators.append(gpu)
             ordinal = self.communicators.index(gpu)
-        found = self.meeting.exchange(self.rank, (name, ordinal, physical(gpu), item))
-        if len({(call, number) for call, number, _, _ in found}) > 1:
-            raise Hang(f"{name}: ranks wait in communicators {[number for _, number, _, _ in found]}")
-        gpus = [where for _, _, where, _ in found if where is not None]
+        gathered = self.meeting.exchange(self.rank, (name, ordinal, physical(gpu), item))
+        if len({(call, number) for call, number, _, _ in gathered}) > 1:
+            raise Hang(f"{name}: ranks wait in communicators {[number for _, number, _, _ in gathered]}")
+        gpus = [where for _, _, where, _ in gathered if where is not None]
         if len(set(gpus)) < len(gpus):
             raise RuntimeError(f"{name}: Duplicate GPU detected: {gpus}")
-        return [item for *_, item in found]
+        return [item for *_, item in gathered]
 
     def barrier_gpu(self, device_ids: list[int] | None) -> int | None:
         if device_ids:
@@ -152,11 +152,11 @@ class OnGpu(TorchFunctionMode):
             kwargs["device"] = "cpu"
         else:
             gpu = next((leaf.gpu for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "gpu")), None)
-        found = func(*args, **kwargs)
-        for leaf in tree_leaves(found) if gpu is not None else ():
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result) if gpu is not None else ():
             if isinstance(leaf, torch.Tensor):
                 leaf.gpu = gpu
-        return found
+        return result
 
 
 def gpu_of(values: torch.Tensor) -> int:
@@ -186,30 +186,30 @@ class Job:
     def run(self, monkeypatch: Any, function: Callable[[], Any]) -> list[Any]:
         """What ``function`` returns on each rank; the first error of a rank is raised."""
         self._install(monkeypatch)
-        found: list[Any] = [None] * (self.nodes * self.per_node)
+        results: list[Any] = [None] * (self.nodes * self.per_node)
         errors: list[BaseException] = []
 
         def rank_main(rank: int) -> None:
             node, local = divmod(rank, self.per_node)
             _own.job, _own.rank, _own.group, _own.current, _own.clock = self, rank, None, 0, 0.0
-            _own.environ = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": len(found), "SLURM_PROCID": rank}
-            _own.environ |= {"LOCAL_WORLD_SIZE": self.per_node, "SLURM_NTASKS": len(found), "SLURM_LOCALID": local}
+            _own.environ = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": len(results), "SLURM_PROCID": rank}
+            _own.environ |= {"LOCAL_WORLD_SIZE": self.per_node, "SLURM_NTASKS": len(results), "SLURM_LOCALID": local}
             _own.environ = {name: str(number) for name, number in _own.environ.items()}
             _own.environ |= {"SLURMD_NODENAME": f"node{node}"} | self.environment(rank)
             try:
                 with OnGpu():
-                    found[rank] = function()
+                    results[rank] = function()
             except BaseException as error:  # noqa: BLE001 - raised below
                 errors.append(error)
 
-        threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(len(found))]
+        threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(len(results))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(2 * PATIENCE_S)
         if errors:
             raise errors[0]
-        return found
+        return results
 
     def bad_groups(self) -> set[str]:
         return {name for (name, _), problem in self.outcomes.items() if problem}

@@ -75,15 +75,15 @@ def _logprobs(model: torch.nn.Module, batch: Batch) -> list[torch.Tensor]:
 def _importance_weights(
     case: str, batch: Batch, part: list[int], po: list[torch.Tensor], change: Change
 ) -> list[torch.Tensor]:
-    found = []
+    weights = []
     for i, x in zip(part, po, strict=True):
         mu = (x.numpy() + shifts(case, batch)[i]).astype(np.float32)  # as the rank program stores it
         log_rho = x - torch.from_numpy(mu).to(x.dtype)
         if LEVELS[case] == "sequence":
             masked = log_rho[torch.from_numpy(batch.sequences[i].loss_mask)]
             log_rho = masked.sum().expand_as(log_rho)
-        found.append(log_rho.exp())
-    return change(found)
+        weights.append(log_rho.exp())
+    return change(weights)
 
 
 def figures(found: Gradients) -> dict[str, float]:

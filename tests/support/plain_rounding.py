@@ -55,14 +55,14 @@ _ALONE = tuple(f".{name}.weight" for name in ("o_proj", "down_proj", "query_key_
 def rounded_checkpoint(weights: Mapping[str, torch.Tensor], kind: str, block: Block) -> dict[str, torch.Tensor]:
     """A checkpoint with rounded weights: query, key and value as one matrix, gate and up as one, but those of experts
     that are chosen each by itself."""
-    found = dict(weights)
+    rounded = dict(weights)
     for name, tensor in weights.items():
         is_chosen = ".experts." in name
         if name.endswith(".q_proj.weight") or (name.endswith(".gate_proj.weight") and not is_chosen):
             first, *others = ("q", "k", "v") if name.endswith(".q_proj.weight") else ("gate", "up")
             names = [name, *(name.replace(f".{first}_proj.", f".{part}_proj.") for part in others)]
             together = plain_rounded(torch.cat([weights[n] for n in names]), kind, block)
-            found |= dict(zip(names, together.split([len(weights[n]) for n in names]), strict=True))
+            rounded |= dict(zip(names, together.split([len(weights[n]) for n in names]), strict=True))
         elif name.endswith(_ALONE) or (is_chosen and name.endswith("_proj.weight")):
-            found[name] = plain_rounded(tensor, kind, block)
-    return found
+            rounded[name] = plain_rounded(tensor, kind, block)
+    return rounded

@@ -81,20 +81,20 @@ def mentions(node: ast.AST) -> bool:
 def cuda_lines(file: str) -> list[int]:
     """Lines in functions of ``file`` that begin statements for CUDA: that name it in code, or that stand in the branch
     of an `if` that is taken there. Docstrings and annotations name it for readers."""
-    found: set[int] = set()
+    lines: set[int] = set()
     pending: list[tuple[ast.AST, bool, bool]] = [(ast.parse((REPOSITORY / file).read_text()), False, False)]
     while pending:
         node, in_function, under = pending.pop()
         runs = isinstance(node, ast.stmt) and in_function and not _is_docstring(node)
         if runs and not isinstance(node, ast.FunctionDef) and (under or mentions(node)):
-            found.add(node.lineno)
+            lines.add(node.lineno)
         in_function = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         branch = _branch_for_cuda(node)
         for name, children in ast.iter_fields(node):
             for child in children if isinstance(children, list) else [children]:
                 if isinstance(child, ast.stmt | ast.ExceptHandler):
                     pending.append((child, in_function, under or name == branch))
-    return sorted(found)
+    return sorted(lines)
 
 
 def names_cuda(file: str) -> bool:

@@ -13,8 +13,8 @@ from tests.support.tiny import REPOSITORY
 
 def megatron_core() -> Series:
     """The series for the installed version."""
-    found = releases.of_installed_packages(REPOSITORY / "patches")
-    return next(series for series in found if series.package == "megatron-core")
+    release = releases.of_installed_packages(REPOSITORY / "patches")
+    return next(series for series in release if series.package == "megatron-core")
 
 
 def install(monkeypatch, version: str | None, root: Path, origin: str | None = None) -> None:

@@ -167,16 +167,16 @@ def refused() -> dict[str, bool]:
         "bincount": lambda x: x.bincount(),
         "from a list": lambda x: x + torch.tensor([1, 2, 3]).to(x.device),
     }
-    found = {}
+    reasons = {}
     for name, way in ways.items():
         x = torch.ones(3, dtype=torch.int64, device=DEVICE)
         try:
             with Captured(Found()):
                 way(x)
-            found[name] = False
+            reasons[name] = False
         except (WaitsForTheDevice, NotImplementedError, RuntimeError):  # the latter by PyTorch, for want of a value
-            found[name] = True
-    return found
+            reasons[name] = True
+    return reasons
 
 
 def step(dtype: str, tensor: int = 1, expert: int = 1) -> Found:
@@ -229,9 +229,9 @@ def step(dtype: str, tensor: int = 1, expert: int = 1) -> Found:
 
 
 def main() -> dict[str, Any]:
-    found = {dtype: step(dtype) for dtype in ("fp32", "bf16")}
-    found["TP2 EP4"] = step("bf16", tensor=2, expert=4)
-    return {"refused": refused()} | {name: asdict(one) for name, one in found.items()}
+    by_dtype = {dtype: step(dtype) for dtype in ("fp32", "bf16")}
+    by_dtype["TP2 EP4"] = step("bf16", tensor=2, expert=4)
+    return {"refused": refused()} | {name: asdict(one) for name, one in by_dtype.items()}
 
 
 if __name__ == "__main__":

@@ -50,11 +50,11 @@ def test_rows_that_the_engine_did_not_record_are_left_to_the_router():
     routes[2, 1] = -1
     _, group = engine_answer(routes)
     (sequence,) = build_batch(0, [group], tiny_recipe()).sequences
-    found = pack_routes([sequence], 0, SHAPE, ON).take([(0, 7)], range(4))
-    found.settle()
-    ids, counted = found.on(torch.device("cpu"))
-    assert found.num_missing == 1
-    assert found.num_due == 24
+    packed = pack_routes([sequence], 0, SHAPE, ON).take([(0, 7)], range(4))
+    packed.settle()
+    ids, counted = packed.on(torch.device("cpu"))
+    assert packed.num_missing == 1
+    assert packed.num_due == 24
     assert ids[1][2].tolist() == [-1, -1]
     assert counted.sum() == 23
     routes[2, 1] = [-1, 3]

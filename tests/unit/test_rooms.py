@@ -93,8 +93,8 @@ def circle(arrows: dict[str, set[str]]) -> list[str]:
             return [*path[path.index(node) :], node]
         if node not in done:
             for target in sorted(arrows[node]):
-                if found := visit(target, [*path, node]):
-                    return found
+                if cycle := visit(target, [*path, node]):
+                    return cycle
             done.add(node)
         return []
 
@@ -102,14 +102,14 @@ def circle(arrows: dict[str, set[str]]) -> list[str]:
 
 
 def arrows(by_room: bool) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = defaultdict(set)
+    between: dict[str, set[str]] = defaultdict(set)
     for module in MODULES:
         for target in imported(module):
             # A package's __init__ hands names on: it is above the modules that it names, and below those that use them.
             if target in MODULES and target != module and module != "megatron_rl":
                 source, goal = (room(module), room(target)) if by_room else (module, target)
-                found[source] |= {goal} - {source, "megatron_rl"}
-    return defaultdict(set, found)
+                between[source] |= {goal} - {source, "megatron_rl"}
+    return defaultdict(set, between)
 
 
 def test_no_modules_import_each_other_in_a_circle():

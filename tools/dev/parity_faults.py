@@ -103,8 +103,8 @@ def main() -> None:
         made = examine_all(Path(folder), names)
     if args.only and args.file.is_file():  # the others stay as they were found
         before = json.loads(args.file.read_text())
-        found = {row["fault"]: row for row in [*before["faults"], *made["faults"]]}
-        made = {"clean": before["clean"] | made["clean"], "faults": [found[name] for name in FAULTS if name in found]}
+        rows = {row["fault"]: row for row in [*before["faults"], *made["faults"]]}
+        made = {"clean": before["clean"] | made["clean"], "faults": [rows[name] for name in FAULTS if name in rows]}
     args.file.write_text(json.dumps(made, indent=1) + "\n")
     located = sum(row["located"] for row in made["faults"])
     print(f"{located} of {len(made['faults'])} located; wrote {args.file}")

@@ -88,16 +88,18 @@ def ours(a: Architecture, folder: Path) -> torch.Tensor:
 
 def changes(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Every single change: a key taken out, or given one of `VALUES`, of the values at rest, or of unknown keys."""
-    found = [(f"without {key}", {k: v for k, v in config.items() if k != key}) for key in config if key != "model_type"]
+    changed = [
+        (f"without {key}", {k: v for k, v in config.items() if k != key}) for key in config if key != "model_type"
+    ]
     resting = {key: rule.values for key, rule in neutral(config["model_type"]).items()}
     for key in sorted(listed(config["model_type"]) - {"model_type"}):
-        found += [(key, config | {key: value}) for value in (*resting.get(key, ()), *VALUES)]
+        changed += [(key, config | {key: value}) for value in (*resting.get(key, ()), *VALUES)]
     for key, value in {"rope_theta": 100.0, "partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 2.0}.items():
-        found.append((f"rope {key}", config | {"rope_parameters": config["rope_parameters"] | {key: value}}))
+        changed.append((f"rope {key}", config | {"rope_parameters": config["rope_parameters"] | {key: value}}))
     for number, change in enumerate(YARN_CHANGES):  # None: without the key
         yarn = {key: value for key, value in {"rope_theta": 1e4, **YARN, **change}.items() if value is not None}
-        found.append((f"yarn {number}", config | {"rope_parameters": yarn}))
-    return found + [(key, config | {key: value}) for key, value in UNKNOWN.items()]
+        changed.append((f"yarn {number}", config | {"rope_parameters": yarn}))
+    return changed + [(key, config | {key: value}) for key, value in UNKNOWN.items()]
 
 
 @torch.no_grad()

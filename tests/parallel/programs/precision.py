@@ -118,7 +118,7 @@ def fp32_parts(dtype: str, **parallel: Any) -> dict[str, Any]:
     read, relative to the sums of those products' magnitudes."""
     precision = {"fp32_head": True, "fp32_router": True}
     learner = start(learner={"dtype": dtype, "parallel": parallel}, precision=precision)
-    found: dict[str, list[tuple[torch.dtype, float]]] = {"head": [], "router": []}
+    dtypes: dict[str, list[tuple[torch.dtype, float]]] = {"head": [], "router": []}
 
     def compare(kind: str, hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
         hidden, weight = hidden.double(), weight.double()
@@ -126,7 +126,7 @@ def fp32_parts(dtype: str, **parallel: Any) -> dict[str, Any]:
             (hidden @ weight.t() - logits).abs() / (hidden.abs() @ weight.abs().t()) if not parallel else hidden * 0
         )
         error = float(errors.max())
-        found[kind].append((logits.dtype, error))
+        dtypes[kind].append((logits.dtype, error))
 
     def watch_router(router: Any) -> None:
         gating = router.gating
@@ -146,4 +146,4 @@ def fp32_parts(dtype: str, **parallel: Any) -> dict[str, Any]:
             lambda head, args, out: compare("head", args[0].detach(), head.weight.detach(), out[0].detach())
         )
     metrics = learner.update(stored_rollouts(0))
-    return {"found": found, "metrics": metrics, "description": learner.describe_precision()}
+    return {"found": dtypes, "metrics": metrics, "description": learner.describe_precision()}

@@ -57,8 +57,8 @@ def gradients(mode: str, routes: list[np.ndarray] | None, **section: Any) -> dic
 def routes_of_all(made: Learner, batch: Batch) -> list[np.ndarray | None]:
     """Routes of every sequence, from the replica that holds them."""
     held = {i: s.routed_experts for i, s in enumerate(batch.sequences) if s.routed_experts is not None}
-    found = made.passes.share(held)
-    return [found.get(i) for i in range(len(batch.sequences))]
+    routes = made.passes.share(held)
+    return [routes.get(i) for i in range(len(batch.sequences))]
 
 
 def some_routes() -> list[np.ndarray]:

@@ -210,8 +210,8 @@ def denominators(correction: dict) -> dict[str, list[float]]:
     for s, holder in zip(batch.sequences, holders, strict=True):
         s.holder = holder
         s.old_logprobs = s.old_logprobs if s.tokens is not None else None
-    found = minibatch_denominators(batch.sequences, config)
-    return {"expected": list(astuple(expected)), "found": list(astuple(found))}
+    denominators_here = minibatch_denominators(batch.sequences, config)
+    return {"expected": list(astuple(expected)), "found": list(astuple(denominators_here))}
 
 
 def groups_held(owners: list[int | None]) -> list[Group]:

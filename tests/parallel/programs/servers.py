@@ -51,38 +51,38 @@ def fetch(run_dir: str, local_ranks: list[int], config: dict[str, Any]) -> dict[
         decode=lambda tokens: f"{len(tokens)} tokens",
         say=said.append,
     )
-    found: dict[str, Any] = {"fetchers": generator._servers.fetchers}
+    result: dict[str, Any] = {"fetchers": generator._servers.fetchers}
     try:
-        found["first"] = seen(generator.rollout(prompts(7), 3, policy_version=0, step=0))
-        found["none for some"] = seen(generator.rollout(prompts(1), 1, policy_version=0, step=0))
+        result["first"] = seen(generator.rollout(prompts(7), 3, policy_version=0, step=0))
+        result["none for some"] = seen(generator.rollout(prompts(1), 1, policy_version=0, step=0))
         generator.refit(HFFolder(MODEL).items(), 1)
         # Prompts of rank 0 are there at once; weights must wait for the slow ones of the rank that follows it.
         begun = generator.begin(prompts(4, slow=(1, 3)), 2, policy_version=1, step=1)
         generator.refit(HFFolder(MODEL).items(), 2)
         later = generator.begin(prompts(4), 2, policy_version=2, step=2)
-        found["begun"], found["later"] = (seen(generator.finish(ticket)) for ticket in (begun, later))
+        result["begun"], result["later"] = (seen(generator.finish(ticket)) for ticket in (begun, later))
         tickets = [generator.begin(prompts(n, slow=(1, 2)), 2, policy_version=2, step=6 + n) for n in (5, 3)]
         arrivals, calls = [], []
         while news := generator.completed(tickets):
             arrivals += news
             calls.append([(tickets.index(arrival.ticket), arrival.place) for arrival in news])
-        found["calls"] = calls
+        result["calls"] = calls
         arrivals.sort(key=lambda arrival: (tickets.index(arrival.ticket), arrival.place))
-        found["arrived"] = seen([arrival.group for arrival in arrivals])
+        result["arrived"] = seen([arrival.group for arrival in arrivals])
         # Of these the first is cancelled while it is asked for, the second before its turn has come.
         tickets = [generator.begin(prompts(4, slow=range(n, 4)), 2, policy_version=2, step=12 + n) for n in (2, 3)]
         done = sum(arrival.group.rollouts[0].length > 0 for arrival in generator.completed(tickets[:1]))
-        found["cancelled"] = [generator.cancel(ticket) for ticket in tickets]
-        found["returned"], found["after cancel"] = done, generator.completed(tickets)
+        result["cancelled"] = [generator.cancel(ticket) for ticket in tickets]
+        result["returned"], result["after cancel"] = done, generator.completed(tickets)
         generator.refit(HFFolder(MODEL).items(), 3)  # waits for nobody who was cancelled
-        found["after cancelling"] = seen(generator.rollout(prompts(4), 2, policy_version=3, step=11))
-        found["requeued before"] = generator.stats()["rollout/requeued"]
+        result["after cancelling"] = seen(generator.rollout(prompts(4), 2, policy_version=3, step=11))
+        result["requeued before"] = generator.stats()["rollout/requeued"]
         begun = generator.begin(prompts(8, slow=range(8)), 2, policy_version=3, step=3)
         if world_rank() == 0:
             os.kill(discover(generator._config.servers, Path(run_dir))[0].pid, signal.SIGKILL)
-        found["killed"] = seen(generator.finish(begun))
-        found["requeued"] = generator.stats()["rollout/requeued"]
-        found["after"] = seen(generator.rollout(prompts(4), 2, policy_version=3, step=4))
+        result["killed"] = seen(generator.finish(begun))
+        result["requeued"] = generator.stats()["rollout/requeued"]
+        result["after"] = seen(generator.rollout(prompts(4), 2, policy_version=3, step=4))
         begun = generator.begin(prompts(4, slow=range(4)), 2, policy_version=3, step=5)
         if world_rank() == 0:
             generator._servers.pool._limits.wait_s = 2.0  # of what is waited for in vain
@@ -91,10 +91,10 @@ def fetch(run_dir: str, local_ranks: list[int], config: dict[str, Any]) -> dict[
             while generator.completed([begun]):
                 continue
         except RolloutError as error:
-            found["error"] = str(error)
+            result["error"] = str(error)
     finally:
         generator.close()
-    return found | {"said": said, "stats": generator.stats(), "table": read_table(Path(run_dir))}
+    return result | {"said": said, "stats": generator.stats(), "table": read_table(Path(run_dir))}
 
 
 def equal(left: dict[str, list], right: dict[str, list]) -> bool:

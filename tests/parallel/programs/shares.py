@@ -138,7 +138,7 @@ def _read() -> Iterator[dict[str, int]]:
 @contextmanager
 def _received() -> Iterator[dict[str, int]]:
     """Bytes that collectives hand to this rank: of objects, and of tensors beside those that carry objects."""
-    found = {"object_bytes_received": 0, "tensor_bytes_received": 0}
+    received = {"object_bytes_received": 0, "tensor_bytes_received": 0}
     own = {name: getattr(dist, name) for name in ("all_gather_object", "gather_object", "broadcast_object_list")}
     tensors = ("all_gather", "all_gather_into_tensor", "gather", "broadcast", "all_to_all_single", "scatter")
     own |= {name: getattr(dist, name) for name in tensors}
@@ -150,14 +150,14 @@ def _received() -> Iterator[dict[str, int]]:
         def call(*arguments: Any, **keywords: Any) -> Any:
             result = own[name](*arguments, **keywords)
             filled = arguments[target] if len(arguments) > target else keywords.get(keyword)
-            found["object_bytes_received"] += len(pickle.dumps(filled))
+            received["object_bytes_received"] += len(pickle.dumps(filled))
             return result
 
         return call
 
     def plain(name: str) -> Any:
         def call(*arguments: Any, **keywords: Any) -> Any:
-            found["tensor_bytes_received"] += 1
+            received["tensor_bytes_received"] += 1
             return own[name](*arguments, **keywords)
 
         return call
@@ -165,7 +165,7 @@ def _received() -> Iterator[dict[str, int]]:
     for name in own:
         setattr(dist, name, plain(name) if name in tensors else objects(name))
     try:
-        yield found
+        yield received
     finally:
         for name, function in own.items():
             setattr(dist, name, function)

@@ -43,5 +43,5 @@ def sleep() -> None:
 def setting_at_import() -> str:
     """An environment variable as this interpreter found it when it started."""
     with open("/proc/self/environ", "rb") as file:
-        found = dict(item.split(b"=", 1) for item in file.read().split(b"\0") if b"=" in item)
-    return found.get(b"ATEN_CPU_CAPABILITY", b"").decode()
+        variables = dict(item.split(b"=", 1) for item in file.read().split(b"\0") if b"=" in item)
+    return variables.get(b"ATEN_CPU_CAPABILITY", b"").decode()

@@ -104,8 +104,8 @@ def main() -> None:
 
         keys["cfg_container"] = pretrain_cfg_container_from_args(parse_and_validate_args())
     training.pretrain(**keys)
-    found = {"rates": rates, "scheduler": schedulers[0].state_dict(), "groups": len(rates[0])}
-    Path(OUT).write_text(json.dumps(found))
+    results = {"rates": rates, "scheduler": schedulers[0].state_dict(), "groups": len(rates[0])}
+    Path(OUT).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ def recipe(tmp_path, model: str, train: str):
 def test_a_recipe_names_a_model_and_a_dataset_of_the_cache(tmp_path, hub):
     model = hub("model", "Qwen/Qwen3-30B-A3B-Base", **{"config.json": "{}"})
     data = hub("dataset", "org/math", **{"README.md": "", "data/train.jsonl": '{"problem": "1", "answer": "1"}\n'})
-    found = recipe(tmp_path, "Qwen/Qwen3-30B-A3B-Base", "org/math")
-    assert found.model.path == model  # with its commit: the run's record says which one it was
-    assert found.data.train[0].path == str(data / "data/train.jsonl")
+    loaded = recipe(tmp_path, "Qwen/Qwen3-30B-A3B-Base", "org/math")
+    assert loaded.model.path == model  # with its commit: the run's record says which one it was
+    assert loaded.data.train[0].path == str(data / "data/train.jsonl")
     assert cached(f"Qwen/Qwen3-30B-A3B-Base@{COMMIT}", "model") == model
     assert cached("Qwen/Qwen3-30B-A3B-Base@another", "model") is None
 

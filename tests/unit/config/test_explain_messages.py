@@ -335,8 +335,8 @@ def test_one_rule_for_relative_paths(tmp_path, monkeypatch):
     (recipes / "r.yaml").write_text(yaml.safe_dump({**SOUND, **sections}))
     recipe = load_recipe(Path("../recipes/r.yaml"))
     servers = recipe.rollout.servers
-    found = [recipe.data.train[0].path, recipe.data.prompt.chat_template, servers.token_file, recipe.model.path]
-    assert found == [
+    paths = [recipe.data.train[0].path, recipe.data.prompt.chat_template, servers.token_file, recipe.model.path]
+    assert paths == [
         str(recipes / "both.jsonl"),
         str(recipes / "both.jinja"),
         recipes / "both.token",

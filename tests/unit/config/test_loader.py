@@ -266,13 +266,13 @@ def test_check_needs_no_engine(options):
 
 def test_every_field_of_the_schema_is_documented():
     def undocumented(schema: dict, path: str) -> list[str]:
-        found = []
+        undocumented_keys = []
         for name, field in schema.get("properties", {}).items():
             if "description" not in field and name not in ("name", "mode"):
-                found.append(f"{path}{name}")
+                undocumented_keys.append(f"{path}{name}")
         for definition, inner in schema.get("$defs", {}).items():
-            found += undocumented(inner, f"{definition}.")
-        return found
+            undocumented_keys += undocumented(inner, f"{definition}.")
+        return undocumented_keys
 
     assert undocumented(Recipe.model_json_schema(), "") == []
 

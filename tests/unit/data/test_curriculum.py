@@ -155,12 +155,12 @@ def test_resumption_is_exact_wherever_it_stops(count, batches, stop, fraction, c
         return (prompt.tokens[1] * 7 + number) % 5 / 4
 
     def walk(numbers, one: CurriculumSampler) -> list[list[Prompt]]:
-        found = []
+        visits = []
         for number in numbers:
-            found.append(one.take(batches[number]))
+            visits.append(one.take(batches[number]))
             if number:  # measured one batch late, as where batches run ahead
-                one.observe({prompt.id: rate(prompt, number) for prompt in found[-2 if len(found) > 1 else -1]})
-        return found
+                one.observe({prompt.id: rate(prompt, number) for prompt in visits[-2 if len(visits) > 1 else -1]})
+        return visits
 
     def make() -> CurriculumSampler:
         return sampler(count, easy_fraction=fraction, hard_fraction=fraction, **config)

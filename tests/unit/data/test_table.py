@@ -218,10 +218,10 @@ def test_one_process_writes_while_the_others_wait_and_say_so(tokenizer, source, 
 
     monkeypatch.setattr(prompts, "_tokenized", wait_for_the_other)
     monkeypatch.setattr(table, "_SAID_AFTER_S", 0.0)
-    found = {}
+    tables = {}
     threads = [
         threading.Thread(
-            target=lambda i=i: found.update({i: list(load_prompts(source, tokenizer, cache=tmp_path / "cache"))})
+            target=lambda i=i: tables.update({i: list(load_prompts(source, tokenizer, cache=tmp_path / "cache"))})
         )
         for i in range(2)
     ]
@@ -230,8 +230,8 @@ def test_one_process_writes_while_the_others_wait_and_say_so(tokenizer, source, 
     for thread in threads:
         thread.join()
     assert len(calls) == 1
-    assert len(found[0]) == 20
-    assert found[0] == found[1]
+    assert len(tables[0]) == 20
+    assert tables[0] == tables[1]
 
 
 def test_a_folder_that_cannot_be_used_leaves_prompts_in_memory_and_says_why(tokenizer, source, tmp_path, caplog):

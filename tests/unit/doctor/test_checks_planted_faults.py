@@ -239,12 +239,12 @@ def test_ranks_of_one_engine_with_different_sums(node, monkeypatch):
     groups = [SimpleNamespace(device_communicator=SimpleNamespace(**parts)) for parts in others]
     from vllm.distributed import parallel_state
 
-    found = []
+    gathered = []
     for group in groups:
         monkeypatch.setattr(parallel_state, "get_tp_group", lambda group=group: group)
-        monkeypatch.setattr(ranks, "gather_objects", lambda own: found.append(own) or list(found))
+        monkeypatch.setattr(ranks, "gather_objects", lambda own: gathered.append(own) or list(gathered))
         outcome = engine.built(Setting("cuda", 2, "/tmp"))
-    assert found[0].sums == "custom, SimpleNamespace"
+    assert gathered[0].sums == "custom, SimpleNamespace"
     assert (outcome.status, outcome.reason.startswith("rank 1: kernels are")) == ("fail", True), outcome
 
 

@@ -150,10 +150,10 @@ def test_a_product_that_is_wrong_is_seen(monkeypatch):
     own = torch.Tensor.__matmul__
 
     def wrong(a, b):
-        found = own(a, b)
-        if found.dtype == torch.bfloat16:
-            found[3, 5] += 1
-        return found
+        problem = own(a, b)
+        if problem.dtype == torch.bfloat16:
+            problem[3, 5] += 1
+        return problem
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", wrong)
     assert not machine.computes(torch, "cpu")

@@ -27,9 +27,9 @@ helper>=1,<2   # why
 @pytest.fixture
 def versions(monkeypatch):
     """What is installed, as the test says."""
-    found = {"torch": "2.13.0+cu130", "vllm": "0.30.0", "helper": "1.5"}
-    monkeypatch.setattr(machine, "installed", found.get)
-    return found
+    installed = {"torch": "2.13.0+cu130", "vllm": "0.30.0", "helper": "1.5"}
+    monkeypatch.setattr(machine, "installed", installed.get)
+    return installed
 
 
 def test_pins_of_lines_and_of_commands_in_comments():

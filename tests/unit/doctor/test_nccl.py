@@ -78,18 +78,18 @@ def test_ranks_that_guess_their_gpu_hang(monkeypatch, guessing):
 
 def speeds(network, job: Job, monkeypatch) -> list[float]:
     """Of every group that the preflight makes, on the slower end."""
-    found: dict[str, list[float]] = {}
+    speeds_of: dict[str, list[float]] = {}
     monkeypatch.setattr(network, "mebibytes", lambda: 1)
     nccl.steady(network, monkeypatch)
 
     def main() -> None:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         for pair in [pair for pairs in network.ring(size) for pair in pairs if rank in pair]:
-            found.setdefault(str(pair), []).append(network.speed_of(job.store, str(pair), pair.index(rank), 2))
-        found.setdefault("all", []).append(network.speed_of(job.store, "all", rank, size))
+            speeds_of.setdefault(str(pair), []).append(network.speed_of(job.store, str(pair), pair.index(rank), 2))
+        speeds_of.setdefault("all", []).append(network.speed_of(job.store, "all", rank, size))
 
     job.run(monkeypatch, main)
-    return [min(both) for both in found.values()]
+    return [min(both) for both in speeds_of.values()]
 
 
 @pytest.mark.parametrize(("nodes", "groups"), [(2, 2), (4, 5)])
@@ -141,9 +141,9 @@ def without_device(call: ast.Call, name: str) -> bool:
 
 
 def test_no_call_leaves_its_gpu_to_nccl():
-    found = list(calls())
-    assert {name for _, _, name in found} >= {"barrier", "init_process_group"}
-    assert [where for where, call, name in found if without_device(call, name)] == []
+    calls_made = list(calls())
+    assert {name for _, _, name in calls_made} >= {"barrier", "init_process_group"}
+    assert [where for where, call, name in calls_made if without_device(call, name)] == []
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 @pytest.mark.slow
 def test_repeated_steps_are_steps():
-    found = run()
-    assert found["times"] == STEPS - 1, "the first one runs"
-    assert [len(tokens) for tokens, _ in found["run"]] == [LENGTH] * 4
-    assert found["repeated"] == found["run"]
+    recorded = run()
+    assert recorded["times"] == STEPS - 1, "the first one runs"
+    assert [len(tokens) for tokens, _ in recorded["run"]] == [LENGTH] * 4
+    assert recorded["repeated"] == recorded["run"]

@@ -26,14 +26,14 @@ class FixedPolicy:
     vocab_size = len(LOGITS)
 
     def run(self, prompts, limits, chooser, stop):
-        found = Responses.empty(len(prompts), max(limits))
+        responses = Responses.empty(len(prompts), max(limits))
         everyone = np.arange(len(prompts))
         for place in range(max(limits)):
             needed = chooser.ahead(everyone.tolist(), np.full(len(prompts), place), 1)
             columns = chooser.choose(LOGITS.expand(len(prompts), -1), torch.from_numpy(needed[:, 0]))
-            found.add(everyone, place, *(column.numpy() for column in columns))
-        found.lengths = np.array(limits)
-        return range(len(prompts)), found
+            responses.add(everyone, place, *(column.numpy() for column in columns))
+        responses.lengths = np.array(limits)
+        return range(len(prompts)), responses
 
     def logprobs(self, logits, tokens, temperature):
         return (logits / temperature).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
@@ -134,8 +134,8 @@ def test_counts_of_the_policy_are_metrics():
 
 
 def test_independent_noise_is_another_one_at_every_token():
-    found = differences(rollouts_of(generator_of(ExactConfig(noise_std=0.5))))
-    assert len(set(found.tolist())) > len(found) // 2
+    apart = differences(rollouts_of(generator_of(ExactConfig(noise_std=0.5))))
+    assert len(set(apart.tolist())) > len(apart) // 2
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,12 @@ class Captures:
 
 
 def all_steps(advance: Callable, turns: list[Rows]) -> list[list]:
-    found = []
+    steps = []
     for turn in turns:
         sampled = [advance(turn, torch.tensor([1, 2, 3, 4]) * (1 + number)) for number in range(3)]
-        found += [[x.tolist() for x in one] for one in sampled]
-        found.append([x.tolist() for x in turn.tensors])
-    return found
+        steps += [[x.tolist() for x in one] for one in sampled]
+        steps.append([x.tolist() for x in turn.tensors])
+    return steps
 
 
 def test_repeated_steps_are_those_that_run():

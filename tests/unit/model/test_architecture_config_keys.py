@@ -59,15 +59,15 @@ def keys_read(tree: ast.AST, names: set[str]) -> set[str]:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.List | ast.Tuple):
             for target in node.targets:
                 lists.setdefault(getattr(target, "id", ""), set()).update(texts(node.value))
-    found: set[str] = set()
+    keys: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and last_name(node.value) in names:
-            found.add(node.attr)
+            keys.add(node.attr)
         is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1
         if is_call and node.func.id in ("getattr", "hasattr", "getattr_iter") and last_name(node.args[0]) in names:
             key = node.args[1]
-            found |= lists.get(key.id, set()) if isinstance(key, ast.Name) else texts(key)
-    return found
+            keys |= lists.get(key.id, set()) if isinstance(key, ast.Name) else texts(key)
+    return keys
 
 
 def texts(node: ast.AST) -> set[str]:

@@ -60,12 +60,12 @@ def test_log_growth_is_the_growth_rate():
 
 def steps_at_which(rule: dict, values: list[float | None]) -> list[int]:
     alarms = Alarms([AlarmRule(name="rule", metric="m", **rule)])
-    found = []
+    steps = []
     for step, value in enumerate(values):
         events = alarms.observe(step, {} if value is None else {"m": value})
         assert alarms.metrics(events) == {"alarm/rule": float(bool(events))}
-        found += [event.step for event in events]
-    return found
+        steps += [event.step for event in events]
+    return steps
 
 
 def test_value_rules():

@@ -305,7 +305,7 @@ def reference_mismatch(batch: list[Seq], bands=(0.01, 0.1, 0.5, 0.9)) -> dict[st
     d = [np.array([floor(m) - p for p, m in zip(s.po, s.mu)]) for s in live]
     gap = np.abs(np.exp(po) - np.exp(mu))
     k3 = [math.exp(clamp(x)) - 1 - clamp(x) for x in po - mu]
-    found = {
+    metrics = {
         "rollout_corr/kl": np.mean(mu - po),
         "rollout_corr/k3_kl": np.mean(k3),
         "rollout_corr/chi2_token": np.mean(rho**2) - 1,
@@ -326,7 +326,7 @@ def reference_mismatch(batch: list[Seq], bands=(0.01, 0.1, 0.5, 0.9)) -> dict[st
     for low, high in itertools.pairwise(edges):
         inside = (np.exp(po) >= low) & ((np.exp(po) < high) | (high == 1.0))
         label = f"{low:g}-{high:g}"
-        found[f"mismatch/rho_count/{label}"] = float(inside.sum())
+        metrics[f"mismatch/rho_count/{label}"] = float(inside.sum())
         if inside.any():
-            found[f"mismatch/rho_mean/{label}"] = rho[inside].mean()
-    return {name: float(value) for name, value in found.items()}
+            metrics[f"mismatch/rho_mean/{label}"] = rho[inside].mean()
+    return {name: float(value) for name, value in metrics.items()}

@@ -243,8 +243,8 @@ def test_metrics_of_the_weights():
 
 def test_denominators_travel_as_a_tensor():
     counts = Denominators(3.0, torch.tensor(2.0), True, 2.5, torch.tensor(3.0))
-    found = Denominators.from_tensor(counts.as_tensor() * 2, counts.renormalized)
-    assert found == Denominators(6.0, 4.0, True, 5.0, 6.0) == counts + counts
+    doubled = Denominators.from_tensor(counts.as_tensor() * 2, counts.renormalized)
+    assert doubled == Denominators(6.0, 4.0, True, 5.0, 6.0) == counts + counts
 
 
 def test_mask_leaves_the_weight_at_one():

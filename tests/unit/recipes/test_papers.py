@@ -103,10 +103,16 @@ def test_recipe_is_what_the_paper_says(recipes, file):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wanted = flat(Recipe.model_validate(values).model_dump(mode="json"))
-    found = flat(actual)
+    values_of_recipe = flat(actual)
     for key in ("data.train", "data.validation"):  # the loader looks relative paths up beside the recipe
-        wanted[key], found[key] = ([Path(s["path"]).name for s in side[key]] for side in (wanted, found))
-    differ = {key: (wanted.get(key), found.get(key)) for key in wanted | found if wanted.get(key) != found.get(key)}
+        wanted[key], values_of_recipe[key] = (
+            [Path(s["path"]).name for s in side[key]] for side in (wanted, values_of_recipe)
+        )
+    differ = {
+        key: (wanted.get(key), values_of_recipe.get(key))
+        for key in wanted | values_of_recipe
+        if wanted.get(key) != values_of_recipe.get(key)
+    }
     assert differ == {}, "key: (papers.yaml, recipe)"
 
 

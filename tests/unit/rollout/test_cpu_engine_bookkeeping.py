@@ -88,9 +88,9 @@ def test_every_block_is_where_vllm_puts_it(caching, window, num_blocks, monkeypa
 
     monkeypatch.setattr(cpu_engine, "_allocate_slots", counted(VLLM_ALLOCATE, "vLLM's"))
     ours = counted(cpu_engine.allocate_slots, "all")
-    found = history(ours, manager(num_blocks, caching, window), prompts, 120)
-    assert found == expected
-    assert any(entry[0] == "preempted" for entry in found if isinstance(entry, tuple)) == (num_blocks == 12)
+    own_history = history(ours, manager(num_blocks, caching, window), prompts, 120)
+    assert own_history == expected
+    assert any(entry[0] == "preempted" for entry in own_history if isinstance(entry, tuple)) == (num_blocks == 12)
     if window:
         assert calls["vLLM's"] == calls["all"] > 400
     else:

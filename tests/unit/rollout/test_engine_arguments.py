@@ -65,12 +65,12 @@ def test_rounding_is_vllms_own_on_cuda(place, block, name):
     assert not keys & arguments("cuda").keys()
     assert not keys & arguments("cpu").keys()
     wanted = {"weights": "fp8", "block": block, "kv_cache": "fp8"}
-    found = {key: value for key, value in arguments("cuda", quantization=wanted).items() if key in keys}
+    given = {key: value for key, value in arguments("cuda", quantization=wanted).items() if key in keys}
     ignored = {"ignore": ["*.mlp.gate", "*.mlp.shared_expert_gate"]}
-    assert found == {"quantization": name, "quantization_config": ignored, "kv_cache_dtype": "fp8"}
+    assert given == {"quantization": name, "quantization_config": ignored, "kv_cache_dtype": "fp8"}
     chosen = {"moe_backend", "attention_backend"} & arguments("cuda", quantization=wanted).keys()
     assert not chosen, "kernels of quantized experts and caches are vLLM's choice"
     assert name in ONLINE_QUANT_SHORTHAND_NAMES
-    found = {key: value for key, value in arguments("cpu", quantization=wanted).items() if key in keys}
+    given = {key: value for key, value in arguments("cpu", quantization=wanted).items() if key in keys}
     ours = {precision.ROUNDING_KEY: wanted}
-    assert found == {"quantization": precision.ROUNDED, "additional_config": ours, "kv_cache_dtype": "fp8"}
+    assert given == {"quantization": precision.ROUNDED, "additional_config": ours, "kv_cache_dtype": "fp8"}

@@ -42,7 +42,7 @@ MUTATIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 def cases() -> dict[str, dict[str, Any]]:
     """One for each distinct section `rollout` with what else reaches the engine, by the name of its first recipe."""
-    found: dict[str, dict[str, Any]] = {}
+    cases_by_name: dict[str, dict[str, Any]] = {}
     for file in sorted((REPOSITORY / "recipes").rglob("*.yaml")):
         if (plan := PLAN.search(file.read_text())) is None:
             continue
@@ -51,8 +51,8 @@ def cases() -> dict[str, dict[str, Any]]:
         parts["rollout"] = {k: v for k, v in parts["rollout"].items() if k not in SAMPLING + SCHEDULING}
         key = json.dumps([parts, recipe.data.prompt.max_length, recipe.routing.needs_engine_routes, plan.groups()])
         if recipe.rollout.engine != "exact":
-            found.setdefault(key, {"recipe": str(file), "ranks": int(ranks), "gpu": gpu})
-    return {str(Path(case["recipe"]).relative_to(REPOSITORY / "recipes")): case for case in found.values()}
+            cases_by_name.setdefault(key, {"recipe": str(file), "ranks": int(ranks), "gpu": gpu})
+    return {str(Path(case["recipe"]).relative_to(REPOSITORY / "recipes")): case for case in cases_by_name.values()}
 
 
 def first_of_each() -> list[str]:

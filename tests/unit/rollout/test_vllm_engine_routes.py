@@ -196,18 +196,18 @@ def run(is_async: bool, v2: bool, num_blocks: int, chunk: int, caching: bool, mo
 def test_every_token_has_its_own_routes(is_async, v2, num_blocks, chunk, caching, monkeypatch):
     if not caching and route_store.has_store():
         return  # refused: test_route_store.py
-    found = run(is_async, v2, num_blocks, chunk, caching, monkeypatch)
+    recorded = run(is_async, v2, num_blocks, chunk, caching, monkeypatch)
     if not caching:
-        assert found["shared"] == 0
+        assert recorded["shared"] == 0
     elif chunk == 10:  # not all prompts are in one step, and later ones begin as the first does
-        assert found["shared"] > 0
-    assert (found["preempted"] > 0) == (num_blocks == 24)
-    assert found["resumed"] >= found["preempted"] > 0 or num_blocks == 200
-    for i, (name, prompt) in enumerate(found["prompts"].items()):
+        assert recorded["shared"] > 0
+    assert (recorded["preempted"] > 0) == (num_blocks == 24)
+    assert recorded["resumed"] >= recorded["preempted"] > 0 or num_blocks == 200
+    for i, (name, prompt) in enumerate(recorded["prompts"].items()):
         whole = list(prompt)
         for _ in range(12 + 3 * i):
             whole.append(next_token(whole))
-        assert found["tokens"][name] == whole[len(prompt) :]
+        assert recorded["tokens"][name] == whole[len(prompt) :]
         wanted = np.stack([row(whole[: j + 1]) for j in range(len(whole) - 1)])
-        assert found["routes"][name].shape == wanted.shape
-        np.testing.assert_array_equal(found["routes"][name], wanted)
+        assert recorded["routes"][name].shape == wanted.shape
+        np.testing.assert_array_equal(recorded["routes"][name], wanted)

@@ -72,17 +72,17 @@ def test_every_part_of_a_prompt_counts(change):
 def test_an_edited_reward_function_is_noticed(directory, tmp_path):
     file = tmp_path / "mine.py"
     recipe = tiny_recipe(reward={"name": f"{file}:score"})
-    found = []
+    contents = []
     for body in ("1.0", "2.0"):
         file.write_text(f"def score(response, answer):\n    return {body}\n")
-        found.append(identity.contents(recipe, [prompt()], []))
+        contents.append(identity.contents(recipe, [prompt()], []))
     identity.keep_recipe(directory, recipe, 0)
-    write_environment(directory.environment, {}, found[0])
-    assert identity.compare(directory, recipe, found[0]) == identity.Comparison()
-    (change,) = identity.compare(directory, recipe, found[1]).refused
+    write_environment(directory.environment, {}, contents[0])
+    assert identity.compare(directory, recipe, contents[0]) == identity.Comparison()
+    (change,) = identity.compare(directory, recipe, contents[1]).refused
     assert change.key == f"reward.{file}:score"
-    write_environment(directory.environment, {}, found[1])  # a later start: its contents are the last ones
-    assert identity.compare(directory, recipe, found[1]) == identity.Comparison()
+    write_environment(directory.environment, {}, contents[1])  # a later start: its contents are the last ones
+    assert identity.compare(directory, recipe, contents[1]) == identity.Comparison()
 
 
 @pytest.mark.parametrize("text", ["", "many", "7 steps"])

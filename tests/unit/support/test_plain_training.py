@@ -27,10 +27,10 @@ def models() -> list[torch.nn.Module]:
 @torch.no_grad()
 def routers(model: torch.nn.Module, step: int) -> list[np.ndarray]:
     """Every router's logits on a batch, [tokens, experts] float64, places of padding left out."""
-    found: list[np.ndarray] = []
-    with watched_routers(model, stored_rollouts(step), found):
+    of_routers: list[np.ndarray] = []
+    with watched_routers(model, stored_rollouts(step), of_routers):
         logits(model, stored_rollouts(step))
-    return found
+    return of_routers
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -77,10 +77,10 @@ def test_a_closed_form_has_as_many_roundings_as_it_has_steps():
     assert sum(terms) == rounded(math.fsum(terms), roundings=63, scale=float(np.abs(terms).sum()))
     assert sum(terms) * (1 + 2**-40) != rounded(math.fsum(terms))
     assert sum(np.float32(x) for x in terms) != rounded(math.fsum(terms))
-    found = torch.tensor(terms).cumsum(0)
-    assert_rounded(found, torch.tensor([math.fsum(terms[: i + 1]) for i in range(63)], dtype=torch.float64), scale=63)
+    sums = torch.tensor(terms).cumsum(0)
+    assert_rounded(sums, torch.tensor([math.fsum(terms[: i + 1]) for i in range(63)], dtype=torch.float64), scale=63)
     with pytest.raises(AssertionError):
-        assert_rounded(found.float(), found)
+        assert_rounded(sums.float(), sums)
 
 
 def adam(gradients: list[float]) -> float:

@@ -88,12 +88,12 @@ def found_in(source: str, path: str) -> set[str]:
 
 
 def test_every_tolerance_is_a_bound_or_a_statement():
-    found: set[str] = set()
+    tolerances: set[str] = set()
     for path in sorted(TESTS.rglob("*.py")):
         name = str(path.relative_to(TESTS))
         if name not in ELSEWHERE:
-            found |= found_in(path.read_text(), name)
-    assert sorted(found) == sorted(STATEMENTS)
+            tolerances |= found_in(path.read_text(), name)
+    assert sorted(tolerances) == sorted(STATEMENTS)
 
 
 @pytest.mark.parametrize(

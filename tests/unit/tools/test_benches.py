@@ -33,7 +33,7 @@ def replaced(program: str) -> list[str]:
             for alias in node.names:
                 is_ours = (module or alias.name).split(".")[0] == "megatron_rl"
                 (ours if is_ours else others).add((alias.asname or alias.name).split(".")[0])
-    found = []
+    targets = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             root = node.value
@@ -41,8 +41,8 @@ def replaced(program: str) -> list[str]:
                 root = root.value
             name = getattr(root, "id", "")
             if name in ours or (node.attr.startswith("_") and name != "self" and name not in others):
-                found.append(ast.unparse(node))
-    return found
+                targets.append(ast.unparse(node))
+    return targets
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(benches.FOLDER)))

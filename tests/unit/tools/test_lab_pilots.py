@@ -53,15 +53,15 @@ def test_the_summary_has_what_the_rules_ask(tmp_path):
     records += [{"step": 1, "val/reward/mean": 0.75, "rollout_corr/log_ppl_abs_diff_sum": 0.4}]
     records += [{"step": 140, "val/reward/mean": 0.5}, {"step": 161, "val/reward/mean": 0.25}]
     write_metrics(run, records)
-    found = lab_pilots.summary(study, run)
-    assert found == found | {
+    summary = lab_pilots.summary(study, run)
+    assert summary == summary | {
         "start": 0.25,
         "best": 0.75,
         "end": 0.25,
         "reward": 0.375,
         "dose": (0.2 + 0.4) / 2,
     }
-    assert found.keys() == {"start", "best", "end"} | study.outcomes.keys()
+    assert summary.keys() == {"start", "best", "end"} | study.outcomes.keys()
 
 
 def run_of_length_decay(folder, lengths: list[float], rewards: list[float]) -> RunDirectory:

@@ -21,15 +21,15 @@ def file_of(module: str) -> Path | None:
 
 def names_in(file: Path) -> set[str]:
     """What can be imported from a file: what it binds at its top, and the modules of a package."""
-    found = {path.stem for path in file.parent.glob("*.py")} if file.name == "__init__.py" else set()
+    names = {path.stem for path in file.parent.glob("*.py")} if file.name == "__init__.py" else set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found |= {alias.asname or alias.name for alias in node.names}
+            names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-    return found
+            names.add(node.id)
+    return names
 
 
 def missing(program: str) -> Iterator[str]:

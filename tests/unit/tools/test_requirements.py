@@ -49,8 +49,11 @@ def test_the_list_is_installed_from_any_folder(tmp_path):
     command = [*pip, "--requirement", "../lists/requirements.txt"]
     done = subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    found = {found.name: found.version for found in distributions(path=[str(tmp_path / "elsewhere/site")])}
-    assert found == {name: f"{version}+stub" for name, version in make.VERSIONS.items()}
+    distribution = {
+        distribution.name: distribution.version
+        for distribution in distributions(path=[str(tmp_path / "elsewhere/site")])
+    }
+    assert distribution == {name: f"{version}+stub" for name, version in make.VERSIONS.items()}
 
 
 def test_each_python_has_one_release_of_megatron_core_and_it_has_a_series():

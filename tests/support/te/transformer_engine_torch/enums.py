@@ -52,10 +52,10 @@ TORCH_DTYPES = {
 
 def torch_dtype(dtype: int) -> torch.dtype:
     """The dtype of PyTorch. Raises NotImplementedError for FP8 and FP4."""
-    found = TORCH_DTYPES.get(DType(int(dtype)))
-    if found is None:
+    dtype_of_torch = TORCH_DTYPES.get(DType(int(dtype)))
+    if dtype_of_torch is None:
         raise NotImplementedError(f"{DType(int(dtype)).name} is not in the reference")
-    return found
+    return dtype_of_torch
 
 
 def refuse(function: str, **given: object) -> None:

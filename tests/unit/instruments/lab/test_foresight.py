@@ -104,8 +104,8 @@ def test_the_costs_in_the_docs_are_those_of_the_plan():
     assert {name for name, *_ in rows} == {path.parent.name for path in LAB.glob("*/scale.yaml")}
     for name, *said in rows:
         costs = cost(load_study(LAB / name / "scale.yaml"), "h100-80", None, None, None)
-        found = [f"{sum(row.num_seeds for row in costs)}", f"{sum(row.gpu_hours for row in costs):,.0f}"]
-        assert found == said, name
+        totals = [f"{sum(row.num_seeds for row in costs)}", f"{sum(row.gpu_hours for row in costs):,.0f}"]
+        assert totals == said, name
 
 
 def test_options_of_sbatch_want_slurm(capsys):

@@ -65,7 +65,7 @@ class Figures:
 
 @pytest.fixture(scope="module")
 def figures(kept, tmp_path_factory):
-    found = {}
+    numbers = {}
     for loaded, results in kept:
         if results is None:
             continue
@@ -86,7 +86,7 @@ def figures(kept, tmp_path_factory):
         foreseen = [value for row in foresee(loaded, folder) for value in (row.spread, row.smallest) if value]
         settings = [how.margin for how in study.outcomes.values() if how.margin]
         settings += map(float, NUMBER.findall(str([arm.set for arm in study.arms.values()])))
-        found[study.name] = Figures(
+        numbers[study.name] = Figures(
             decided=[effect.mean for effect in effects] + [means[pair] for pair in pairs],
             other=[
                 *(effect.mean for effect in others),
@@ -97,7 +97,7 @@ def figures(kept, tmp_path_factory):
             ],
             ends=[end for effect in effects + others for end in (effect.lower, effect.upper)] + foreseen,
         )
-    return found
+    return numbers
 
 
 def not_found(words, known):

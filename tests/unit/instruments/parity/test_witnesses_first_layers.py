@@ -42,13 +42,13 @@ def test_the_first_layers_compute_what_they_do_in_the_whole_model(tmp_path, fami
     # The arithmetic counts the taps that are there, number by number.
     for layer in range(2):
         counted = numbers_in_layer(cut, layer)
-        found = {tap.split(".")[1]: x.size(1) for tap, x in after.taps.items() if tap.startswith(f"{layer}.")}
+        widths = {tap.split(".")[1]: x.size(1) for tap, x in after.taps.items() if tap.startswith(f"{layer}.")}
         if cut.is_moe and cut.moe_layers[layer]:
             rows = sum(group.inputs.numel() + group.outputs.numel() for group in after.experts[layer])
-            found["expert"] = rows // len(TOKENS[0])
+            widths["expert"] = rows // len(TOKENS[0])
         if family == "qwen2_moe" and layer == 1:
-            found["shared"] = cut.hidden_size  # whose gate is no module of transformers
-        assert counted == found
+            widths["shared"] = cut.hidden_size  # whose gate is no module of transformers
+        assert counted == widths
 
 
 def test_layers_that_cannot_be_cut_are_refused(tmp_path):

@@ -376,12 +376,12 @@ def test_a_weight_update_holds_the_experts_of_a_layer():
     and a quarter of a layer in an engine of 4 GPUs: 1.78 GiB, where two tables of the vocabulary are 1.16."""
     recipe = load_recipe(REPOSITORY / "recipes/router_replay/grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml")
     dense = load_recipe(REPOSITORY / "recipes/length_decay/rloo-qwen3-8b-base-2n8g-tp4-auto.yaml")
-    found = {}
+    sizes = {}
     for name, wanted in (("moe", recipe), ("dense", dense)):
         work = make_workload(wanted, shape_of(wanted.model.path)[0], GPUS["h100-80"])
         (phase,) = (phase for phase in memory_plan(work).phases if phase.name == "handing over the weights")
-        found[name] = dict(phase.items)["on their way"]
+        sizes[name] = dict(phase.items)["on their way"]
     projection = 128 * 2048 * 768 * 2
-    assert found["moe"] == rounded(4 * projection + 3 * projection / 4)
-    assert 2 * 151936 * 2048 * 2 / GIB < 1.2 < 1.6 < found["moe"] / GIB < 2
-    assert found["dense"] == rounded(2 * 151936 * 4096 * 2)
+    assert sizes["moe"] == rounded(4 * projection + 3 * projection / 4)
+    assert 2 * 151936 * 2048 * 2 / GIB < 1.2 < 1.6 < sizes["moe"] / GIB < 2
+    assert sizes["dense"] == rounded(2 * 151936 * 4096 * 2)

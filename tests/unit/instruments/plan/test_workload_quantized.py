@@ -38,9 +38,9 @@ def engine(w: Workload):
 def test_weights_in_memory_and_read_in_a_step(quantization, size):
     w = work(f"rollout.quantization={quantization}")
     whole = KEPT * 2 + ROUNDED * size
-    found = engine(w)
-    assert found.weights == rounded(whole / 2)  # engines of two GPUs
-    decoding = Decoding.of(w, found)
+    sizes = engine(w)
+    assert sizes.weights == rounded(whole / 2)  # engines of two GPUs
+    decoding = Decoding.of(w, sizes)
     bandwidth = 0.7 * 3.35e12
     assert decoding.read(1e9) == rounded(whole / 2 / bandwidth)
     idle = LAYERS * (EXPERTS - 8) * EXPERT * size
