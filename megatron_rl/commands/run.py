@@ -47,7 +47,7 @@ def run_watch(options: argparse.Namespace) -> int:
     begun. The command reads only the run directory and the tokenizer of its recipe, and writes no file.
 
     The page is served on 127.0.0.1 only, and its address has a secret token. From another machine, use
-    `ssh -L 8420:127.0.0.1:8420 HOST`, then the same address there (docs/reading-a-run.md).
+    `ssh -L 8420:127.0.0.1:8420 HOST` (a compute node: with -J LOGIN), then the same address there.
     """
     from megatron_rl.instruments.watch.run import open_runs
 
