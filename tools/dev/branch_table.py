@@ -116,8 +116,8 @@ def table(file: Path) -> list[str]:
     results = json.loads(file.read_text())
     harmed = {name: result for name, result in results.items() if not result["healthy"]}
     right = [sum(is_right(ALL[name], result)[which] for name, result in harmed.items()) for which in (0, 1, 2)]
-    lines = ["| planted | lost | first two suspects | `why` | arms and what they restore | `branch` |"]
-    lines += ["|---|---|---|---|---|---|", *(_row(name, result) for name, result in results.items())]
+    lines = ["| case | planted | lost | first two suspects | `why` | arms and what they restore | `branch` |"]
+    lines += ["|---|---|---|---|---|---|---|", *(_row(name, result) for name, result in results.items())]
     said = f"`why` is right in {right[0]}, `branch` in {right[1]}, and in {right[2]} if it may restore most"
     return [*lines, "", f"{len(harmed)} became unstable: {said}"]
 
@@ -152,7 +152,7 @@ def is_right(case: Case, result: Mapping[str, Any]) -> tuple[bool, bool, bool]:
 def _row(name: str, result: Mapping[str, Any]) -> str:
     case = ALL[name]
     at = f" from step {case.at}" if case.at else ""
-    planted = f"{case.suspect}: " + ", ".join(f"`{_told(change)}`" for change in case.planted) + at
+    planted = f"`{name}` | {case.suspect}: " + ", ".join(f"`{_told(change)}`" for change in case.planted) + at
     if result["healthy"]:
         return f"| {planted} | nothing | none | unharmed | | |"
     suspected, decided, most = is_right(case, result)

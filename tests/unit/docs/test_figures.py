@@ -22,6 +22,7 @@ from megatron_rl.monitor.alarms import CollapseRule
 from tests.support.tiny import REPOSITORY
 from tools.dev.branch_cases import CASES as PLANTED
 from tools.dev.branch_table import table as table_of_branches
+from tools.dev.branch_table import written_before
 from tools.dev.family_mismatch import table as table_of_families
 from tools.dev.parity_faults import FAULTS
 from tools.dev.tune_surge_detector import CASES, surge_step
@@ -112,6 +113,9 @@ def test_table_of_planted_causes_and_their_branches():
     )
     told = re.search(pattern, " ".join(text.split())).groups()
     assert list(told) == [str(len(rows) - 2), str(len(PLANTED)), *re.findall(r"\d+", said)]
+    told = re.search(r"In these `why` is right in (\d+), and `branch` in (\d+)\.", text).groups()
+    counted = written_before(DOCS / "lab" / "branch.json")
+    assert ["12", "12", *told] == re.findall(r"\d+", counted)
 
 
 def right_outcomes(config: DetectorConfig, curve, outcome, noise: float, seeds: int = 20) -> float:

@@ -143,8 +143,8 @@ def test_the_table_counts_harmed_runs_alone(tmp_path):
     assert (tmp_path / "packed").read_text() == written
     *_, first, second, third, _, said = table(tmp_path / "packed")
     assert first == (
-        "| learning rate: `learner.optimizer.lr=1.2e-3` from step 10 | `critic/score/mean` 0.61 → 0.2 | learning rate "
-        "| yes | **`third-rate` 12%**; `tis` 12%; `other-data-order` 12%, undecided | no |"
+        "| `rate-grpo` | learning rate: `learner.optimizer.lr=1.2e-3` from step 10 | `critic/score/mean` 0.61 → 0.2 "
+        "| learning rate | yes | **`third-rate` 12%**; `tis` 12%; `other-data-order` 12%, undecided | no |"
     )
     assert "| unharmed |" in second
     assert third.endswith("| nothing | reward | no |  | no |")
