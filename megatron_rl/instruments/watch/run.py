@@ -25,6 +25,7 @@ import yaml
 
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import InputError, shown
+from megatron_rl.monitor.alarms import HELD_OUT, CollapseRule, first_collapse
 from megatron_rl.monitor.run_directory import RunDirectory, decode_line
 from megatron_rl.monitor.samples import printable
 from megatron_rl.run.recorded_batches import BatchSlices, batch_path, recorded_steps
@@ -332,6 +333,7 @@ class WatchedRun:
         self._samples = LineFollower(self.directory.samples)
         self._recipe: tuple[Any, dict[str, Any]] = (None, {})
         self._beat: tuple[str, float] = ("", 0.0)
+        self._collapse: tuple[int, int | None] = (0, None)
         self._steps: tuple[int, list[int]] = (0, [])
         self._batch: tuple[Any, BatchSlices | None] = (None, None)
 
@@ -428,14 +430,24 @@ class WatchedRun:
             self._beat = (text, time.monotonic())
 
     def status(self) -> str:
-        """done, alarmed (done, and an alarm went off), running, silent (a process holds the run, without a sign of
-        life), ended, or waiting (no step yet)."""
+        """done, alarmed (done, and an alarm went off), collapsed (done without one, but the reward collapsed), running,
+        silent (a process holds the run, without a sign of life), ended, or waiting (no step yet)."""
         if self.directory.done.exists():
-            return "alarmed" if self.alarm_events() else "done"
+            return "alarmed" if self.alarm_events() else "done" if self.collapse() is None else "collapsed"
         text, since = self._beat
         if text:
             return "running" if time.monotonic() - since < SILENT_S else "silent"
         return "ended" if len(self.columns) else "waiting"
+
+    def collapse(self) -> int | None:
+        """Return the step at which the reward or the held-out reward collapsed; None if neither did."""
+        if self._collapse[0] != self.columns.num_lines:
+            names, records = (CollapseRule.metric, HELD_OUT), []
+            for name in names:
+                _, steps, values = self.columns.series(name)
+                records += [{"step": step, name: value} for step, value in zip(steps, values, strict=True)]
+            self._collapse = (self.columns.num_lines, first_collapse(records, CollapseRule()))
+        return self._collapse[1]
 
     def alarm_events(self) -> list[SeenAlarm]:
         """Return all alarms of recorded steps, the newest first."""

@@ -25,8 +25,14 @@ SPARK_POINTS = 40
 EVENTS, RESPONSE_TOKENS = 4, 160
 STYLES = ("blue", "dark_orange3", "green4", "magenta", "cyan", "yellow4", "white", "purple")
 SHADES = " ░▒▓█"
-_STATUS_STYLES = {"running": "green", "done": "green", "alarmed": "bold red", "silent": "bold red"}
-_STATUS_WORDS = {"alarmed": "done, with alarms"}
+_STATUS_STYLES = {
+    "running": "green",
+    "done": "green",
+    "alarmed": "bold red",
+    "collapsed": "bold red",
+    "silent": "bold red",
+}
+_STATUS_WORDS = {"alarmed": "done, with alarms", "collapsed": "done, reward collapsed"}
 
 
 def watch(runs: Sequence[WatchedRun], every_s: float, once: bool, console: Console | None = None) -> None:

@@ -61,7 +61,7 @@ async function poll() {
   setTimeout(poll, wait);
 }
 
-const STATUS = { done: "done", alarmed: "done, with alarms", running: "running", silent: "no sign of life", ended: "ended before its last step", waiting: "no step yet" };
+const STATUS = { done: "done", alarmed: "done, with alarms", collapsed: "done, reward collapsed", running: "running", silent: "no sign of life", ended: "ended before its last step", waiting: "no step yet" };
 
 function drawRuns(state) {
   const focused = document.activeElement?.dataset?.run;
