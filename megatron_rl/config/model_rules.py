@@ -73,8 +73,10 @@ def beyond_exact(architecture: Architecture, tensor: int) -> str | None:
         )
     if a.has_sinks:
         return f"the model ({a.model_type}) has attention sinks and windows"
-    if a.shared_ffn_hidden_size:
-        return f"the model ({a.model_type}) has a shared expert"
+    if a.sigmoid_router:
+        return f"the model ({a.model_type}) has a sigmoid router"
+    if a.rotary_fraction != 1:
+        return f"the model ({a.model_type}) has rotary embeddings of a part of each head"
     return f"the model ({a.model_type}) has latent attention" if a.latent is not None else None
 
 
@@ -102,6 +104,16 @@ def layout_problems(parallel: ParallelConfig, architecture: Architecture, world_
         must_divide(parallel.expert_tensor, "the width of an expert", a.moe_ffn_hidden_size, "expert_tensor")
     elif parallel.expert > 1 or parallel.expert_tensor > 1:
         problems.append(f"learner.parallel.expert: {parallel.expert}, but {a.model_type} has no experts; use 1")
+    if parallel.context > 1 and (a.latent is not None or a.has_sinks):
+        kind = "latent attention" if a.latent is not None else "attention sinks"
+        problems.append(
+            f"learner.parallel.context: {parallel.context}, but the model ({a.model_type}) has {kind}; use 1"
+        )
+    if a.is_moe and a.linear_bias and parallel.expert_tensor > 1:
+        problems.append(
+            f"learner.parallel.expert_tensor: {parallel.expert_tensor}, but the experts of {a.model_type} have biases, "
+            "which are not cut; use 1, and spread experts by learner.parallel.expert"
+        )
     if world_size is not None:
         for size, key in (
             (parallel.tensor * parallel.pipeline * parallel.context, "tensor · pipeline · context"),
@@ -259,8 +271,6 @@ def latent_attention_problems(recipe: RecipeSections, architecture: Architecture
         return []
     has = f"the model ({architecture.model_type}) has latent attention"
     problems = []
-    if recipe.learner.parallel.context > 1:
-        problems.append(f"learner.parallel.context: {recipe.learner.parallel.context}, but {has}; use 1")
     if recipe.rollout.quantization.kv_cache is not None:
         problems.append(f"rollout.quantization.kv_cache: {recipe.rollout.quantization.kv_cache}, but {has}; use null")
     if recipe.rollout.quantization.weights is not None:
@@ -276,16 +286,9 @@ def sink_problems(recipe: RecipeSections, architecture: Architecture) -> list[st
     if not architecture.has_sinks:
         return []
     has = f"the model ({architecture.model_type}) has attention sinks"
-    parallel, rollout, problems = recipe.learner.parallel, recipe.rollout, []
+    rollout, problems = recipe.rollout, []
     if rollout.dtype != "bf16":
         problems.append(f"rollout.dtype: {rollout.dtype}, but {has}, which vLLM's attention takes in bf16; use bf16")
-    if parallel.context > 1:
-        problems.append(f"learner.parallel.context: {parallel.context}, but {has}; use 1")
-    if parallel.expert_tensor > 1:
-        problems.append(
-            f"learner.parallel.expert_tensor: {parallel.expert_tensor}, but the experts of {architecture.model_type} "
-            "have biases, which are not cut; use 1, and spread experts by learner.parallel.expert"
-        )
     for key in ("weights", "kv_cache"):
         if (value := getattr(rollout.quantization, key)) is not None:
             problems.append(f"rollout.quantization.{key}: {value}, but {has}; use null")

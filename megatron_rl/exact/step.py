@@ -25,7 +25,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.exact.doses import Dose
@@ -43,7 +45,7 @@ from megatron_rl.learner.layers.exact_layers import (
     norm_over_heads,
     route,
 )
-from megatron_rl.learner.layers.invariant import KEY_BLOCK, TILE, batch_invariant, linear, rms_norm, rotate
+from megatron_rl.learner.layers.invariant import KEY_BLOCK, TILE, batch_invariant, linear, padded, rms_norm, rotate
 from megatron_rl.learner.model import has_adapters
 from megatron_rl.process.ranks import gather_objects
 
@@ -248,10 +250,18 @@ class StepForward:
         return self._ranks.sum_of_parts(linear(out.flatten(1), part.linear_proj.weight))
 
     def _feed_forward(self, layer: TransformerLayer, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(layer.mlp, MoELayer):
-            return self._experts(layer.mlp, x)
-        mlp = layer.mlp
+        if not isinstance(layer.mlp, MoELayer):
+            return self._block(layer.mlp, x)
+        routed, shared = self._experts(layer.mlp, x), layer.mlp.shared_experts
+        return routed if shared is None else routed + self._shared_expert(shared, x)
+
+    def _block(self, mlp: MLP, x: torch.Tensor) -> torch.Tensor:
         return self._ranks.sum_of_parts(linear(gated(linear(x, mlp.linear_fc1.weight)), mlp.linear_fc2.weight))
+
+    def _shared_expert(self, part: SharedExpertMLP, x: torch.Tensor) -> torch.Tensor:
+        """The experts that every token passes, with their gate, if they have one."""
+        out = self._block(part, x)
+        return out if part.gate_weight is None else out * padded(torch.sigmoid)(linear(x, part.gate_weight))
 
     def _experts(self, moe: MoELayer, x: torch.Tensor) -> torch.Tensor:
         """Each rank routes all rows that its experts may get: that is less than sending what was found."""

@@ -60,7 +60,7 @@ def test_the_gate_is_zero_in_every_step_and_the_run_repeats(tmp_path, settings, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*DENSE, "olmoe"])
+@pytest.mark.parametrize("family", [*DENSE, "olmoe", "qwen2_moe"])
 def test_another_family_has_no_mismatch(family, tmp_path):
     model = save_family(tmp_path / "model", family)
     rows, _ = train(tmp_path, "run", f"model.path={model}", "num_steps=2")

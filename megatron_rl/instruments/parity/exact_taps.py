@@ -62,6 +62,7 @@ class _Taps:
         self._rows: dict[str, Tensor] = {}
         self._layer = 0
         self._calls: list[str] = []
+        self._is_shared = False  # whether the expert that every token passes is at work
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -76,6 +77,7 @@ class _Taps:
             stack.enter_context(replaced(CachedStep, "attend", self._attend))
             stack.enter_context(replaced(forward, "_attention", self._attention))
             stack.enter_context(replaced(forward, "_feed_forward", self._feed_forward))
+            stack.enter_context(replaced(forward, "_shared_expert", self._shared_expert))
             stack.enter_context(replaced(self._decoder.passes, "one_step", self._one_step))
             stack.enter_context(replaced(self._decoder.passes, "whole_rows", self._whole_rows(module)))
             yield
@@ -170,6 +172,16 @@ class _Taps:
 
         return watched
 
+    def _shared_expert(self, function: Any) -> Any:
+        def watched(part: Any, x: Tensor) -> Tensor:
+            self._is_shared = True
+            out = function(part, x)
+            self._is_shared = False
+            self.keep("shared", out)
+            return out
+
+        return watched
+
     def _watched(self, name: str, function: Any) -> Any:
         def watched(*args: Any, **kwargs: Any) -> Any:
             out = function(*args, **kwargs)
@@ -177,7 +189,7 @@ class _Taps:
                 self._experts(args, out)
             elif name == "route":
                 self._pass.keep_route(self._layer, out[1], out[0])
-            elif name == "gated":
+            elif name == "gated" and not self._is_shared:
                 self.keep("activation", out)
             elif name != "add_experts" and self._calls:
                 self._next(self._calls.pop(0), args, out)

@@ -156,8 +156,10 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = 
         product = kernel_ops().product(rows, weight.t()).view(*x.shape[:-1], weight.size(1))
         return product if out is None else out.copy_(product)
     tiles = F.pad(rows, (0, 0, 0, -num_rows % TILE)).view(-1, TILE, x.size(-1))
-    product = torch.bmm(tiles, weight.expand(len(tiles), -1, -1)).flatten(0, 1)[:num_rows]
-    product = product.view(*x.shape[:-1], weight.size(1))
+    # One column, as the gate of a shared expert has, would be a matrix-vector kernel's.
+    wide = F.pad(weight, (0, TILE - 1)) if weight.size(1) == 1 else weight
+    product = torch.bmm(tiles, wide.expand(len(tiles), -1, -1)).flatten(0, 1)[:num_rows, : weight.size(1)]
+    product = product.reshape(*x.shape[:-1], weight.size(1))
     return product if out is None else out.copy_(product)
 
 
@@ -337,6 +339,7 @@ _REPLACEMENTS: dict[Callable, Callable] = {
     torch.cos: padded(torch.cos),
     torch.sin: padded(torch.sin),
     torch.sigmoid: padded(torch.sigmoid),
+    torch.Tensor.sigmoid: padded(torch.sigmoid),
     F.silu: padded(F.silu),
     F.gelu: padded(F.gelu),
     dist.all_reduce: all_reduce,

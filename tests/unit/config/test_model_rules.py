@@ -19,16 +19,14 @@ MOONLIGHT = architecture_from(KNOWN_MODELS["Moonlight-16B-A3B"])
 SHARED = architecture_from(KNOWN_MODELS["Qwen1.5-MoE-A2.7B"])
 
 
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"rollout": {"engine": "exact"}}, "rollout.engine: exact, but the model (qwen2_moe) has a shared expert"),
-    ],
-)
-def test_what_no_shared_expert_has_is_refused(sections, said):
-    problems = model_problems(tiny_recipe(**sections), SHARED, 1)
-    assert any(problem.startswith(said) for problem in problems), problems
-    assert not any("shared expert" in problem for problem in model_problems(tiny_recipe(), SHARED, 1))
+def test_the_exact_engine_has_shared_experts_and_no_sigmoid_router():
+    exact = tiny_recipe(rollout={"engine": "exact"})
+    assert model_problems(exact, SHARED, 1) == []
+    (problem,) = [p for p in model_problems(exact, GLM, 1) if p.startswith("rollout.engine")]
+    assert problem.startswith("rollout.engine: exact, but the model (glm4_moe) has a sigmoid router")
+    assert beyond_exact(replace(GLM, sigmoid_router=False), 1) == (
+        "the model (glm4_moe) has rotary embeddings of a part of each head"
+    )
 
 
 def test_the_exact_engine_has_norms_over_all_heads_on_one_tensor_parallel_rank():
@@ -41,7 +39,7 @@ def test_the_exact_engine_has_norms_over_all_heads_on_one_tensor_parallel_rank()
 
 
 def test_the_exact_engine_has_no_latent_attention():
-    alone = replace(MOONLIGHT, shared_ffn_hidden_size=0)
+    alone = replace(MOONLIGHT, sigmoid_router=False)
     assert beyond_exact(alone, 1) == "the model (deepseek_v3) has latent attention"
     assert [beyond_exact(a, 2) for a in (read_architecture(MODEL), architecture_from(KNOWN_MODELS["Qwen3-8B"]))] == [
         None,
@@ -135,7 +133,9 @@ def test_biases_that_a_router_does_not_have_are_not_moved():
     assert problem.startswith("routing.bias_update_rate: 0.001, but the routers of qwen3_moe have no biases")
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen3_moe", "olmoe", *DENSE)])
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if name not in ("qwen3_moe", "qwen2_moe", "olmoe", *DENSE)]
+)
 def test_exact_mode_is_refused_in_one_message_where_it_lacks_something(family):
     architecture = architecture_from({"model_type": family, **next(iter(FAMILIES[family].known.values()))})
     recipe = tiny_recipe(rollout={"engine": "exact"}, precision={"fp32_router": True})

@@ -29,7 +29,7 @@ def rows_that_change(function, x: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("width", "out"), [(32, 128), (128, 64), (96, 17)])
+@pytest.mark.parametrize(("width", "out"), [(32, 128), (128, 64), (96, 17), (128, 1)])
 def test_products_do_not_depend_on_other_rows(dtype, width, out):
     torch.manual_seed(0)
     x, weight = torch.randn(ROWS, width).to(dtype), (torch.randn(out, width) / 10).to(dtype)

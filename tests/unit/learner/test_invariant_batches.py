@@ -57,6 +57,12 @@ def router(dtype: torch.dtype) -> Rows:
     return call
 
 
+def gate(dtype: torch.dtype) -> Rows:
+    """Of a shared expert: one column."""
+    x, weight = torch.randn(TOTAL, 128).to(dtype), torch.randn(1, 128).to(dtype)
+    return lambda rows: F.sigmoid(F.linear(x[rows], weight))
+
+
 def experts(dtype: torch.dtype) -> Rows:
     """Rows sorted by expert, a product for each expert, and the sum over a token's experts."""
     x, weights = torch.randn(TOTAL, 16).to(dtype), torch.randn(4, 16, 16).to(dtype)
@@ -106,7 +112,7 @@ def sequences_of(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return query, key, value, torch.arange(3).repeat_interleave(50), torch.arange(50).repeat(3)
 
 
-OPERATIONS = [linear, rms_norm, gated_silu, rotary, router, experts, log_probs, decode]
+OPERATIONS = [linear, rms_norm, gated_silu, rotary, router, gate, experts, log_probs, decode]
 
 
 def compositions(seed: int) -> list[Tensor]:
