@@ -86,21 +86,21 @@ def fp8():
     """A learner two updates on, and what an engine of rounded weights held and sampled with the checkpoint's weights
     and with the learner's; both in fp32."""
     recipe = tiny_recipe(learner={"dtype": "fp32"}, rollout={"dtype": "fp32", "quantization": "fp8"})
-    learner, found = Learner(recipe), {"recipe": recipe}
+    learner, result = Learner(recipe), {"recipe": recipe}
     for step in range(2):
         learner.update(stored_rollouts(step))
     with engine(MODEL, "fp32", "fp8") as generator:
-        found["start"] = stored(generator), sampled(generator.rollout(prompts(), 4, policy_version=0, step=0))
-        found["own"] = {name: tensor.clone() for name, tensor in learner.export_weights()}
+        result["start"] = stored(generator), sampled(generator.rollout(prompts(), 4, policy_version=0, step=0))
+        result["own"] = {name: tensor.clone() for name, tensor in learner.export_weights()}
         generator.refit(learner.export_weights(), learner.num_updates)
-        found["update"] = (
+        result["update"] = (
             stored(generator),
             sampled(generator.rollout(prompts(), 4, policy_version=learner.num_updates, step=0)),
         )
         keeping = Keeping(generator)
-        found["measured"] = measure_pair(recipe, learner, keeping, prompts(), learner.num_updates)
-        found["groups"] = keeping.groups
-        found["contract"] = confirm_contract(
+        result["measured"] = measure_pair(recipe, learner, keeping, prompts(), learner.num_updates)
+        result["groups"] = keeping.groups
+        result["contract"] = confirm_contract(
             contract(recipe, learner.architecture), learner.describe_precision(), generator.describe_precision()
         )
         learner.close()
@@ -111,8 +111,8 @@ def fp8():
         generator.wake()
         generator.refit(learner.export_weights(), 3)
         keeping = Keeping(generator)
-        found["alike"] = measure_pair(alike, learner, keeping, prompts(), 3), keeping.groups
-    yield found
+        result["alike"] = measure_pair(alike, learner, keeping, prompts(), 3), keeping.groups
+    yield result
     shutdown()
 
 

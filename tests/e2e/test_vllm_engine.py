@@ -133,11 +133,11 @@ class TestSampling:
                     for sign in (-1, 1)
                 )
                 kept = torch.from_numpy(rollout.kept_tokens).long()
-                found = torch.zeros(len(kept), logits.size(1) + 1, dtype=torch.bool)
-                found = found.scatter_(1, kept.masked_fill(kept < 0, logits.size(1)), True)[:, :-1]
-                assert (least <= found).all()
-                assert (found <= most).all()
-                sizes += found.sum(1).tolist()
+                in_set = torch.zeros(len(kept), logits.size(1) + 1, dtype=torch.bool)
+                in_set = in_set.scatter_(1, kept.masked_fill(kept < 0, logits.size(1)), True)[:, :-1]
+                assert (least <= in_set).all()
+                assert (in_set <= most).all()
+                sizes += in_set.sum(1).tolist()
                 whole = hf_reference.distribution(logits, Sampling(MAX_RESPONSE_LENGTH, 0.9))
                 chosen = whole[torch.arange(len(kept)), torch.from_numpy(rollout.tokens).long()]
                 uncut = max(uncut, float((torch.from_numpy(rollout.inference_logprobs) - chosen).abs().max()))
@@ -405,8 +405,8 @@ def test_responses_are_announced_while_others_are_sampled():
         groups = generator.rollout(prompts(2), 4, policy_version=0, step=0)
     assert left[0]
     assert [len(rollouts) for _, rollouts in announced] == [1] * 8
-    found = {(prompt.id, id(rollout)) for prompt, rollouts in announced for rollout in rollouts}
-    assert found == {(group.prompt.id, id(rollout)) for group in groups for rollout in group.rollouts}
+    announced_ids = {(prompt.id, id(rollout)) for prompt, rollouts in announced for rollout in rollouts}
+    assert announced_ids == {(group.prompt.id, id(rollout)) for group in groups for rollout in group.rollouts}
 
 
 def test_preempted_responses_are_the_same_responses():

@@ -83,19 +83,19 @@ def test_a_checkpoint_with_a_hole_is_not_published(ranks):
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory) -> dict[int, list[dict]]:
     """Number of ranks → what each found, with as many experts on each."""
-    folder, found = tmp_path_factory.mktemp("memory"), {}
+    folder, peaks = tmp_path_factory.mktemp("memory"), {}
     for ranks in (4, 16):
         model = folder / f"model-{ranks}"
         config = build_tiny_config("qwen3_moe", "nano", num_experts=4 * ranks, moe_intermediate_size=512)
         save_checkpoint(build_model(config), model)
-        found[ranks] = run_ranks(
+        peaks[ranks] = run_ranks(
             "tests.parallel.programs.shares",
             "memory_of_a_save",
             ranks,
             path=str(model),
             folder=str(folder / f"checkpoints-{ranks}"),
         )
-    return found
+    return peaks
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def runs():
 def plain() -> tuple[np.ndarray, float]:
     """log (w² |∇ log pi|²) of every response with trained tokens, over all weights but the experts', in float64; and
     how far a correct float32 one may be from it."""
-    batch, found = groups_of_four(), {}
+    batch, norms = groups_of_four(), {}
     trained = [i for i, sequence in enumerate(batch.sequences) if sequence.num_trained]
     for dtype in (torch.float32, torch.float64):
         model, scores, squares = load(MODEL, dtype), [], []
@@ -48,11 +48,11 @@ def plain() -> tuple[np.ndarray, float]:
             score = logprobs(model, minibatch(batch, [i])).sum()
             scores.append(score.item())
             squares.append(sum(float(g.double().square().sum()) for g in torch.autograd.grad(score, dense)))
-        found[dtype] = np.array(scores), np.log(squares)
+        norms[dtype] = np.array(scores), np.log(squares)
     # The error of log w is that of one score: mu is a number.
-    bounds = [bound_from_double(*pair, longest_sum=32) for pair in zip(found[torch.float32], found[torch.float64])]
+    bounds = [bound_from_double(*pair, longest_sum=32) for pair in zip(norms[torch.float32], norms[torch.float64])]
     log_w = np.array([log_ratio(i) * batch.sequences[i].response_length for i in trained])
-    return 2 * log_w + found[torch.float64][1], 4 * bounds[0] + bounds[1]
+    return 2 * log_w + norms[torch.float64][1], 4 * bounds[0] + bounds[1]
 
 
 @pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS))

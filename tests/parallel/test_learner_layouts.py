@@ -199,12 +199,12 @@ def one_layer_without_gradient(model: torch.nn.Module) -> None:
 def test_the_limits_show_a_real_error(changes, seen_in, limits):
     right = run(torch.float64, STEPS, eps=EPS)
     wrong = run(torch.float32, STEPS, **{"eps": EPS, **changes})
-    found = {
+    errors = {
         "before": np.abs(wrong.before - right.before).max() / limits.logprobs,
         "gradients": abs(np.linalg.norm(wrong.gradients[0]) - np.linalg.norm(right.gradients[0])) / limits.gradients[0],
         "weights": np.abs(wrong.weights - right.weights).max() / limits.weights,
     }
-    assert found[seen_in] > 1, found
+    assert errors[seen_in] > 1, errors
 
 
 def test_weights_survive_the_round_trip(runs):

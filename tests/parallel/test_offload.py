@@ -62,14 +62,14 @@ QUICK = ("fp32", "bf16", "lora", "bf16, tp2ep2")
 def runs(request, tmp_path_factory, dense) -> dict[str, list[dict]]:
     """``runs[case and number of the setting][rank]``, and those resumed under "resumed …"."""
     lora = {"lora": ({"model": {"path": dense}, "learner": {"dtype": "bf16", "lora": LORA}}, (THROUGHOUT,))}
-    wanted, found = {case for (case,) in asked(request, "case")}, {}
+    wanted, results = {case for (case,) in asked(request, "case")}, {}
     for world_size, every in ((1, CASES | lora), (2, LAYOUT_CASES)):
         cases = {case: about for case, about in every.items() if case in wanted}
         first, second = jobs_of(cases, tmp_path_factory.mktemp(f"checkpoints{world_size}"))
         trained, resumed = start(world_size, first), start(world_size, second)
-        found |= {name: [rank[name] for rank in trained] for name in first}
-        found |= {f"resumed {name}": [rank[name] for rank in resumed] for name in second}
-    return found
+        results |= {name: [rank[name] for rank in trained] for name in first}
+        results |= {f"resumed {name}": [rank[name] for rank in resumed] for name in second}
+    return results
 
 
 SETTINGS = {name: settings for name, (_, settings) in (CASES | LAYOUT_CASES).items()} | {"lora": (THROUGHOUT,)}

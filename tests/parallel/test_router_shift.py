@@ -40,14 +40,14 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 def test_the_shift_is_the_mean_change_of_the_old_experts_log_scores(runs, name):
     seen: set[int] = set()
     for rank in runs[name]:
-        for i, (found, now) in rank["found"].items():
+        for i, (shift, now) in rank["found"].items():
             old = rank["before"][i]
             experts = np.argsort(-old, axis=-1)[..., :TOPK]
             change = np.take_along_axis(log_softmax(now) - log_softmax(old), experts, -1)
             expected = np.abs(change).mean((1, 2))
             # Passes pack the same tokens in other rows, so that the old logits differ by the rounding of their sums.
             bound = gamma(SUMS, torch.float32) * np.abs(old).max()
-            assert np.abs(found - expected).max() <= bound
+            assert np.abs(shift - expected).max() <= bound
             if i not in rank["first"]:
                 assert expected.min() > 100 * bound, "the first update has moved every router"
             seen.add(i)

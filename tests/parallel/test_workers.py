@@ -42,22 +42,22 @@ def workers_of(folder: Path, cores: set[int]) -> dict[str, set[str]]:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "12 passed" in done.stdout.splitlines()[-1]
-    found: dict[str, set[str]] = {}
+    workers_of_file: dict[str, set[str]] = {}
     for line in (folder / "found").read_text().splitlines():
         name, worker = line.split()
-        found.setdefault(name, set()).add(worker)
-    return found
+        workers_of_file.setdefault(name, set()).add(worker)
+    return workers_of_file
 
 
 def test_a_file_has_one_worker_and_so_has_the_folder_of_the_cluster(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     cores = os.sched_getaffinity(0)
-    found = workers_of(tmp_path, cores)
-    assert len(found) == 4
-    assert all(len(workers) == 1 for workers in found.values())
-    assert found["test_slurm_a"] == found["test_slurm_b"]
+    by_file = workers_of(tmp_path, cores)
+    assert len(by_file) == 4
+    assert all(len(workers) == 1 for workers in by_file.values())
+    assert by_file["test_slurm_a"] == by_file["test_slurm_b"]
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    assert (len(set.union(*found.values())) > 1) == (len(cores) > 1 and gib >= 10)
+    assert (len(set.union(*by_file.values())) > 1) == (len(cores) > 1 and gib >= 10)
 
 
 def test_one_core_has_no_workers(tmp_path, monkeypatch):

@@ -62,8 +62,8 @@ class Runs:
 
     def files(self, name: str) -> dict[str, bytes]:
         """Everything in the run directory but the lock, by its path there."""
-        found = (path for path in (self.root / name).rglob("*") if path.is_file() and path.name != "LOCK")
-        return {str(path.relative_to(self.root / name)): path.read_bytes() for path in found}
+        paths = (path for path in (self.root / name).rglob("*") if path.is_file() and path.name != "LOCK")
+        return {str(path.relative_to(self.root / name)): path.read_bytes() for path in paths}
 
     def log(self, name: str) -> str:
         return (self.root / name / "log.txt").read_text()

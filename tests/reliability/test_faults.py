@@ -132,9 +132,9 @@ def test_training_goes_on_while_a_save_is_written(runs, whole, tmp_path):
 def shards(runs, name: str, step: int) -> dict:
     """Size and hash of the files that hold tensors."""
     manifest = json.loads((runs.root / name / "checkpoints" / f"step_{step:08d}" / "manifest.json").read_text())
-    found = {file: about for file, about in manifest["files"].items() if file.endswith(".distcp")}
-    assert found
-    return found
+    recorded = {file: about for file, about in manifest["files"].items() if file.endswith(".distcp")}
+    assert recorded
+    return recorded
 
 
 def test_a_stop_waits_for_the_save_under_way(runs, whole):

@@ -90,10 +90,10 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of an expression (or a promise of it) in the page."""
-        found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        if "exceptionDetails" in found:
-            raise RuntimeError(found["exceptionDetails"])
-        return found["result"].get("value")
+        result = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in result:
+            raise RuntimeError(result["exceptionDetails"])
+        return result["result"].get("value")
 
     def wait(self, script: str, seconds: float = 30.0) -> Any:
         """The value of ``script`` as soon as it is true; an AssertionError with the page's text after ``seconds``."""

@@ -440,7 +440,7 @@ def layer(dtype: torch.dtype) -> dict[str, Any]:
 
     whole = forward(x, positions, packed)
     pages, cache = torch.tensor([[4, 0], [2, 5], [1, 3]]), torch.zeros(2, 6, 32, kv_heads, width, dtype=dtype)
-    found = torch.empty_like(whole)
+    joined = torch.empty_like(whole)
 
     def generate(some: Tensor, tiles: Tensor | None) -> None:
         def paged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -450,7 +450,7 @@ def layer(dtype: torch.dtype) -> dict[str, Any]:
                 return attention.step_attention(q, *cache.unbind(), places, pages[numbers], 0.25)
             return attention.paged_attention(q, *cache.unbind(), tiles, numbers, places, pages, 0.25)
 
-        found[some] = forward(x[some], positions[some], paged)
+        joined[some] = forward(x[some], positions[some], paged)
 
     prompts = [30, 2, 7]
     first = torch.cat([torch.arange(n) + start for n, start in zip(prompts, starts, strict=True)])
@@ -459,7 +459,7 @@ def layer(dtype: torch.dtype) -> dict[str, Any]:
         ends = [n + step for n in prompts]
         some = torch.tensor([start + n for n, start, all_ in zip(ends, starts, lengths, strict=True) if n < all_])
         generate(some, None)
-    return {"different": int(not torch.equal(found, whole)), "finite": bool(whole.isfinite().all())}
+    return {"different": int(not torch.equal(joined, whole)), "finite": bool(whole.isfinite().all())}
 
 
 KERNELS = (

@@ -49,13 +49,13 @@ def gradients(case: str, dtype: torch.dtype, change: Change = lambda weights: we
     """Of the start's weights; ``change`` replaces the reference's importance weights, one tensor a sequence."""
     batch, model = stored_rollouts(STEP), load(MODEL, dtype)
     trained = list(model.parameters())
-    everything, found = list(range(len(batch.sequences))), ([], [])
+    everything, gradients = list(range(len(batch.sequences))), ([], [])
     tokens = sum(int(s.loss_mask.sum()) for s in batch.sequences)
     for k in range(PARTS):
         part = everything[len(everything) * k // PARTS : len(everything) * (k + 1) // PARTS]
         pi = _logprobs(model, Batch(batch.step, [batch.sequences[i] for i in part], []))
         ratios = _importance_weights(case, batch, part, [x.detach() for x in pi], change)
-        for weights, into in (([torch.ones_like(x) for x in pi], found[0]), (ratios, found[1])):
+        for weights, into in (([torch.ones_like(x) for x in pi], gradients[0]), (ratios, gradients[1])):
             terms = [
                 -float(batch.sequences[i].advantage) * (w * x)[torch.from_numpy(batch.sequences[i].loss_mask)].sum()
                 for i, w, x in zip(part, weights, pi, strict=True)
@@ -63,7 +63,7 @@ def gradients(case: str, dtype: torch.dtype, change: Change = lambda weights: we
             parts = torch.autograd.grad(sum(terms) / tokens, trained, retain_graph=True, allow_unused=True)
             flat = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, parts, strict=True)]
             into.append(torch.cat([g.double().view(-1) for g in flat]).numpy())
-    return Gradients(*(np.stack(rows) for rows in found))
+    return Gradients(*(np.stack(rows) for rows in gradients))
 
 
 def _logprobs(model: torch.nn.Module, batch: Batch) -> list[torch.Tensor]:

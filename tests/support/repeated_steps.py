@@ -86,7 +86,7 @@ def main() -> dict[str, Any]:
     from megatron_rl.learner.layers import invariant
     from tests.parallel.programs.exact import generator_of, prompts, start
 
-    recording, found = Recording(), {}
+    recording, steps = Recording(), {}
     replaced = kernels_replaced(lambda _, kernel: recording.kernel(kernel))
     with tempfile.TemporaryDirectory() as folder, invariant.forced_kernels(), replaced:
         model, limits = {"path": small_model(Path(folder))}, {"max_response_length": LENGTH, "stop_token_ids": []}
@@ -97,8 +97,8 @@ def main() -> dict[str, Any]:
             generator.policy.capture = recording.capture if name == "repeated" else None
             groups = generator.rollout(prompts(2), 2, policy_version=0, step=0)
             rollouts = [rollout for group in groups for rollout in group.rollouts]
-            found[name] = [(r.tokens.tolist(), r.exact_logprobs.tolist()) for r in rollouts]
-    return found | {"times": recording.repeated}
+            steps[name] = [(r.tokens.tolist(), r.exact_logprobs.tolist()) for r in rollouts]
+    return steps | {"times": recording.repeated}
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def circle(arrows: dict[str, set[str]]) -> list[str]:
             done.add(node)
         return []
 
-    return next((found for node in sorted(arrows) if (found := visit(node, []))), [])
+    return next((one for node in sorted(arrows) if (one := visit(node, []))), [])
 
 
 def arrows(by_room: bool) -> dict[str, set[str]]:

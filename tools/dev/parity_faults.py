@@ -52,17 +52,17 @@ def examine(bench: Bench, fault: Fault) -> dict[str, Any]:
 def examine_all(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     """Every fault, model by model; and what the sound witnesses of each model give."""
     models = make_models(folder, list(dict.fromkeys(FAULTS[name].model for name in names)))
-    found, clean = {}, {}
+    results, clean = {}, {}
     for family, path in models.items():
         with Bench(path) as bench:
             who = ("transformers", "learner", "exact", "vllm")
             result = compare(bench.checkpoint, [record for name in who for record in bench.clean(name)])
             clean[family] = {"beyond": len(result.failures), "operators": len(result.errors)}
             for name in (name for name in names if FAULTS[name].model == family):
-                found[name] = examine(bench, FAULTS[name])
-                print(f"{'located' if found[name]['located'] else 'MISSED ':8} {name}: {found[name]['sentence']}")
+                results[name] = examine(bench, FAULTS[name])
+                print(f"{'located' if results[name]['located'] else 'MISSED ':8} {name}: {results[name]['sentence']}")
                 sys.stdout.flush()
-    return {"clean": clean, "faults": [found[name] for name in names]}
+    return {"clean": clean, "faults": [results[name] for name in names]}
 
 
 def show(name: str, picture: Path) -> str:

@@ -126,7 +126,7 @@ def schedules(
         return everywhere(generator.rollout(prompts(number), 2, policy_version=0, step=0, sampling=sampling))
 
     plain = generator_of(learner)
-    found, counts = {"plain": long_ones(plain)}, {"plain": plain.stats()}
+    groups_of, counts = {"plain": long_ones(plain)}, {"plain": plain.stats()}
     for name in names or SCHEDULES:
         changes, generator = SCHEDULES[name], generator_of(learner)
         decoder = generator.policy
@@ -134,8 +134,8 @@ def schedules(
             setattr(decoder.passes if key == "step_forward" else decoder, key, value)
         if name == "small cache":  # twelve sequences of up to four pages
             decoder.cache_gib = 8 * CacheShape.of(learner.module).page_bytes / GIB
-        found[name], counts[name] = long_ones(generator), generator.stats()
-    rollouts = {name: [r for group in groups for r in group.rollouts] for name, groups in found.items()}
+        groups_of[name], counts[name] = long_ones(generator), generator.stats()
+    rollouts = {name: [r for group in groups for r in group.rollouts] for name, groups in groups_of.items()}
     for one in counts.values():
         one.pop("perf/tokens_per_s/rollout")  # a time, which ranks do not share
     return {

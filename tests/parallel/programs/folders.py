@@ -136,11 +136,11 @@ def judge(family: str, folder: str) -> tuple[dict[str, int], list[str]]:
         kind = "same" if a == base else "followed"
         counts[kind] += 1
         try:
-            found = theirs(changed)
+            logits = theirs(changed)
         except Exception as error:  # noqa: BLE001 - whatever transformers raises, the change was let through
             wrong.append(f"{what}: transformers refuses it ({type(error).__name__})")
             continue
-        if ((plain if a == base else ours(a, path)) - found).abs().max() > BOUND:
+        if ((plain if a == base else ours(a, path)) - logits).abs().max() > BOUND:
             wrong.append(f"{what}: transformers computes something else")
     return counts, wrong
 

@@ -57,32 +57,32 @@ def train(
     """Updates with an engine in between; then a checkpoint while the learner is aside, and one more update."""
     sections["learner"] = {"optimizer": {"lr": 1e-2}, **sections.get("learner", {}), "offload": offload}
     learner = Learner(tiny_recipe(batch={"minibatches": minibatches}, **sections))
-    engine, found = Engine(learner), {"metrics": [], "sent": [], "before": bytes_of_parts(learner)}
+    engine, result = Engine(learner), {"metrics": [], "sent": [], "before": bytes_of_parts(learner)}
     learner.step_aside()
-    found["host at the start"] = learner.offload.host_bytes
+    result["host at the start"] = learner.offload.host_bytes
     engine.rollout()
     for step in range(num_steps):
-        _one_step(learner, engine, found, step, minibatches)
+        _one_step(learner, engine, result, step, minibatches)
     if folder:
         learner.step = num_steps
-        found["path"] = str(learner.save(Path(folder), {}))
+        result["path"] = str(learner.save(Path(folder), {}))
         learner.export_hf(Path(folder, "hf"))
         engine._note("saved")
-    _one_step(learner, engine, found, num_steps, minibatches)
-    found["logprobs"] = learner.compute_logprobs(stored_rollouts(100))
+    _one_step(learner, engine, result, num_steps, minibatches)
+    result["logprobs"] = learner.compute_logprobs(stored_rollouts(100))
     learner.offload.come_back()
-    return found | {"calls": engine.calls, "after": bytes_of_parts(learner), "host": learner.offload.host_bytes}
+    return result | {"calls": engine.calls, "after": bytes_of_parts(learner), "host": learner.offload.host_bytes}
 
 
 def resume(offload: dict[str, bool], path: str, minibatches: int = 1, **sections: Any) -> dict[str, Any]:
     """The update after the checkpoint."""
     sections["learner"] = {"optimizer": {"lr": 1e-2}, **sections.get("learner", {}), "offload": offload}
     learner = Learner(tiny_recipe(batch={"minibatches": minibatches}, **sections))
-    engine, found = Engine(learner), {"metrics": [], "sent": []}
+    engine, result = Engine(learner), {"metrics": [], "sent": []}
     learner.step_aside()
     load_beside(learner, engine, lambda: learner.load(Path(path)))
-    _one_step(learner, engine, found, learner.step, minibatches)
-    return found | {"calls": engine.calls}
+    _one_step(learner, engine, result, learner.step, minibatches)
+    return result | {"calls": engine.calls}
 
 
 def _one_step(learner: Learner, engine: Engine, found: dict[str, Any], step: int, minibatches: int) -> None:

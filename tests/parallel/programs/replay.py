@@ -135,10 +135,10 @@ def finite_differences() -> dict[str, Any]:
     num_tokens = sum(int(s.loss_mask.sum()) for s in batch.sequences)
 
     def loss() -> float:
-        found = made.compute_logprobs(batch)
+        learned = made.compute_logprobs(batch)
         return -sum(
             s.advantage * float((logprobs.astype(np.float64) * s.loss_mask).sum())
-            for s, logprobs in zip(batch.sequences, found, strict=True)
+            for s, logprobs in zip(batch.sequences, learned, strict=True)
         ) / num_tokens  # fmt: skip
 
     routers = {name: p for name, p in made.module.named_parameters() if "router" in name}

@@ -24,7 +24,7 @@ def shifts(replay: str = "off", **learner: Any) -> dict[str, Any]:
     latest: dict[int, torch.Tensor] = {}
     for number, router in enumerate(routers):
         router.gating = _noting(latest, number, router.gating)
-    batch, found, loss = stored_rollouts(0, minibatches=2), {}, made._loss
+    batch, shifts, loss = stored_rollouts(0, minibatches=2), {}, made._loss
     before = []
     for i in range(len(batch.sequences)):
         with torch.no_grad():
@@ -35,12 +35,12 @@ def shifts(replay: str = "off", **learner: Any) -> dict[str, Any]:
         shift = router_shift(microbatch)
         pieces = [] if shift is None else shift.split(microbatch.response_lengths)
         for number, (i, piece) in enumerate(zip(microbatch.indices, pieces)):
-            found[i] = piece.numpy().copy(), _of_response(latest, microbatch, number)
+            shifts[i] = piece.numpy().copy(), _of_response(latest, microbatch, number)
         return loss(logits, microbatch, **options)
 
     made._loss = noted
     metrics = made.update(batch)
-    return {"before": before, "found": found, "metrics": metrics, "first": batch.minibatches[0]}
+    return {"before": before, "found": shifts, "metrics": metrics, "first": batch.minibatches[0]}
 
 
 def _noting(latest: dict[int, torch.Tensor], number: int, gating):

@@ -40,7 +40,7 @@ def save_while_one_rank_cannot(folder: str, in_background: bool) -> dict[str, An
     """Messages of failed saves by place, seconds of the slowest, and what a save after them holds."""
     learner = Learner(tiny_recipe(learner={"parallel": {"tensor": 2, "expert": 2}}))
     learner.update(stored_rollouts(0))
-    learner.step, found, slowest = 1, {}, 0.0
+    learner.step, results, slowest = 1, {}, 0.0
     learner.save(Path(folder), {})
     for place, (owner, name, rank) in PLACES.items():
         own = getattr(owner, name)
@@ -50,11 +50,11 @@ def save_while_one_rank_cannot(folder: str, in_background: bool) -> dict[str, An
         try:
             learner.begin_save(Path(folder), {}, keep_last=1, in_background=in_background).finish()
         except checkpoint.SaveError as error:
-            found[place] = str(error)
+            results[place] = str(error)
         slowest = max(slowest, time.monotonic() - start)
         setattr(owner, name, own)
         dist.barrier()
-        found[place + ", left"] = sorted(path.name for path in Path(folder).iterdir())
+        results[place + ", left"] = sorted(path.name for path in Path(folder).iterdir())
         dist.barrier()
     before = {name: tensor.clone() for name, tensor in learner.export_weights()}
     save = learner.begin_save(Path(folder), {"note": "kept"}, keep_last=1, in_background=in_background)
@@ -66,7 +66,7 @@ def save_while_one_rank_cannot(folder: str, in_background: bool) -> dict[str, An
     after = dict(learner.export_weights())
     same = all(torch.equal(before[name], after[name]) for name in before)
     left = sorted(path.name for path in Path(folder).iterdir())
-    return {"found": found, "slowest": slowest, "same": same, "state": state, "left": left}
+    return {"found": results, "slowest": slowest, "same": same, "state": state, "left": left}
 
 
 def fail_on_one_rank() -> list[str]:

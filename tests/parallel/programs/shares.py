@@ -26,26 +26,26 @@ from tests.support.tiny import stored_rollouts, tiny_recipe
 
 
 def save_and_load(folder: str, **sections: Any) -> dict[str, Any]:
-    learner, found = Learner(tiny_recipe(**sections)), {}
+    learner, results = Learner(tiny_recipe(**sections)), {}
     learner.update(stored_rollouts(0))
     with _received() as received:
         path = learner.save(Path(folder), {})
-    found |= received
-    found["written"] = sum(file.stat().st_size for file in path.glob(f"__{world_rank()}_*"))
+    results |= received
+    results["written"] = sum(file.stat().st_size for file in path.glob(f"__{world_rank()}_*"))
     shards = [s for s in nested_values(sharded_state(learner.model, learner.optimizer)) if isinstance(s, ShardedTensor)]
-    found["payload"] = sum(shard.data.nbytes for shard in shards)
-    found["all_pieces"] = sum(gather_objects(len(shards)))
+    results["payload"] = sum(shard.data.nbytes for shard in shards)
+    results["all_pieces"] = sum(gather_objects(len(shards)))
     own = _tensors(learner)
-    found["held"] = sum(tensor.nbytes for tensor in own)
+    results["held"] = sum(tensor.nbytes for tensor in own)
     before = [tensor.clone() for tensor in own]
     learner.update(stored_rollouts(1))
     with _read() as read:
         learner.load(path, verify=False)
-    found |= read
+    results |= read
     assert all(map(torch.equal, before, _tensors(learner)))
-    found["megatron_reads"] = _megatron_reads(learner, path, before)
-    found["reads_megatron"] = _reads_megatron(learner, Path(folder) / "megatron", path, before)
-    return found | _hole(learner, Path(folder))
+    results["megatron_reads"] = _megatron_reads(learner, path, before)
+    results["reads_megatron"] = _reads_megatron(learner, Path(folder) / "megatron", path, before)
+    return results | _hole(learner, Path(folder))
 
 
 def _tensors(learner: Learner) -> list[torch.Tensor]:
@@ -121,16 +121,16 @@ def _hole(learner: Learner, folder: Path) -> dict[str, Any]:
 @contextmanager
 def _read() -> Iterator[dict[str, int]]:
     """Bytes and pieces that loading reads from the shards' files."""
-    found, own = {"read": 0, "pieces": 0}, filesystem.FileSystemReader._slice_file
+    counts, own = {"read": 0, "pieces": 0}, filesystem.FileSystemReader._slice_file
 
     def counting(reader: Any, file: Any, info: Any) -> Any:
-        found["read"] += info.length
-        found["pieces"] += 1
+        counts["read"] += info.length
+        counts["pieces"] += 1
         return own(reader, file, info)
 
     filesystem.FileSystemReader._slice_file = counting
     try:
-        yield found
+        yield counts
     finally:
         filesystem.FileSystemReader._slice_file = own
 

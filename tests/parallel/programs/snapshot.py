@@ -18,9 +18,9 @@ def updates(steps: tuple[int, ...], undone: tuple[int, ...], **learner: Any) -> 
     metrics = []
     for step in steps:
         before = Snapshot(made) if step in undone else None
-        found = made.update(stored_rollouts(step))
+        measured = made.update(stored_rollouts(step))
         if before is None:
-            metrics.append(found)
+            metrics.append(measured)
         else:
             before.restore()
     made.offload.come_back()

@@ -22,14 +22,14 @@ from tests.support.reach import REPOSITORY
 @pytest.fixture
 def outcomes(monkeypatch):
     """What checks find, in place of their processes; the settings that they were given."""
-    found, settings = {}, []
+    by_name, settings = {}, []
 
     def instead(check, setting, folder, limit):
         settings.append(setting)
-        return found.get(check.name, passed("well")), ""
+        return by_name.get(check.name, passed("well")), ""
 
     monkeypatch.setattr(frame, "_in_processes", instead)
-    return found, settings
+    return by_name, settings
 
 
 def test_the_list_names_every_check(capsys):

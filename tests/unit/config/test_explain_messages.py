@@ -58,9 +58,13 @@ IDS = [f"{key.section.__name__}.{key.name}" for key in KEYS]
 def test_every_section_of_the_schema_is_here():
     todo, sections = [Section], set()
     while todo:
-        todo += (found := todo.pop()).__subclasses__()
-        if found.__module__.startswith("megatron_rl.config.") and not found.__subclasses__() and found.model_fields:
-            sections.add(found)
+        todo += (section := todo.pop()).__subclasses__()
+        if (
+            section.__module__.startswith("megatron_rl.config.")
+            and not section.__subclasses__()
+            and section.model_fields
+        ):
+            sections.add(section)
     assert {key.section for key in KEYS} == sections
     assert len(KEYS) > 200
 

@@ -174,9 +174,9 @@ ALL = [{"mode": mode, **({"upper": 2.0} if mode in ("reject", "mask") else {})} 
 )
 @pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
 def test_parts_that_cannot_act_are_named(values, num_updates, has_mismatch, idle):
-    found = objective.parts_without_effect(ObjectiveConfig.model_validate(values), num_updates, has_mismatch)
-    assert len(found) == len(idle)
-    assert all(re.search(rf": {name}\b", text) for name, text in zip(idle, found))
+    without_effect = objective.parts_without_effect(ObjectiveConfig.model_validate(values), num_updates, has_mismatch)
+    assert len(without_effect) == len(idle)
+    assert all(re.search(rf": {name}\b", text) for name, text in zip(idle, without_effect))
 
 
 def test_gspo_and_masks_on_terms_with_w_are_fine():

@@ -112,10 +112,10 @@ def test_a_later_start_maps_what_the_first_one_wrote(tokenizer, source, tmp_path
     assert "tokenized once, into" in caplog.text
     later = load_prompts(source, tokenizer, cache=tmp_path / "cache")
     assert len(built) == 2  # in memory, and into the file
-    for found in (first, later):
-        assert list(found) == list(expected)
-        assert (found.fingerprint, found.digest) == (expected.fingerprint, expected.digest)
-        assert (found.num_dropped, found.num_different, found.data_sources) == (0, 10, ["even", "odd"])
+    for loaded in (first, later):
+        assert list(loaded) == list(expected)
+        assert (loaded.fingerprint, loaded.digest) == (expected.fingerprint, expected.digest)
+        assert (loaded.num_dropped, loaded.num_different, loaded.data_sources) == (0, 10, ["even", "odd"])
 
 
 def test_the_same_file_elsewhere_is_the_same_entry(tokenizer, source, tmp_path, built):
@@ -273,10 +273,10 @@ def test_a_share_and_unrepeated_rows_are_the_same_from_a_file(tokenizer, source,
         return load_train(data, tokenizer), load_validation(data, ValidationConfig(), tokenizer)
 
     expected, written, mapped = both("none"), both(str(tmp_path / "cache")), both(str(tmp_path / "cache"))
-    assert [len(found) for found in expected] == [10, 10]
-    for found in (written, mapped):
-        assert [list(part) for part in found] == [list(part) for part in expected]
-        assert [(p.fingerprint, p.digest) for p in found] == [(p.fingerprint, p.digest) for p in expected]
+    assert [len(loaded) for loaded in expected] == [10, 10]
+    for loaded in (written, mapped):
+        assert [list(part) for part in loaded] == [list(part) for part in expected]
+        assert [(p.fingerprint, p.digest) for p in loaded] == [(p.fingerprint, p.digest) for p in expected]
     assert len(built) == 3
     kept = sorted(path.name for path in entries(tmp_path / "cache")[0].glob("chosen-*"))
     assert kept == ["chosen-0.5-3.json", "chosen-different.json"]

@@ -188,5 +188,5 @@ def test_the_faults_of_parity_md_are_those_of_its_record():
     located = sum(row["located"] for row in made["faults"])
     assert f"{located} of {len(made['faults'])} planted faults were named" in (DOCS / "parity.md").read_text()
     assert {row["fault"] for row in made["faults"]} == FAULTS.keys()
-    assert all(found["beyond"] == 0 for found in made["clean"].values())
+    assert all(witness["beyond"] == 0 for witness in made["clean"].values())
     assert located >= 0.95 * len(made["faults"])

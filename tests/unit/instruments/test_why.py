@@ -68,10 +68,10 @@ def test_what_is_not_finite_is_a_change():
 
 def test_noise_has_a_change_as_rarely_as_the_test_says():
     """At most a share SURE of series without a change; the approximation errs on the safe side."""
-    rng, found = np.random.default_rng(1), 0
+    rng, num_changes = np.random.default_rng(1), 0
     for _ in range(1000):
-        found += first_change("m", range(40), rng.standard_normal(40)) is not None
-    assert found <= 10
+        num_changes += first_change("m", range(40), rng.standard_normal(40)) is not None
+    assert num_changes <= 10
 
 
 def test_short_series_have_none():

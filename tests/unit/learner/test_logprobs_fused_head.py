@@ -125,8 +125,8 @@ def test_gradient_is_the_derivative():
         rounding = (bound["logprobs"] * float(upstream.abs().sum()) + moved) / STEP
         rounding += bound[name] * float(direction.abs().sum())
         assert rounding < 0.01 * abs(slope)
-        found = float((got[name].double() * direction).sum())
-        assert abs(central(fused(1.0), values, name, direction) - truncation - found) <= rounding
+        derivative = float((got[name].double() * direction).sum())
+        assert abs(central(fused(1.0), values, name, direction) - truncation - derivative) <= rounding
 
 
 def test_sixteen_bit_pieces_add_up_in_fp32():

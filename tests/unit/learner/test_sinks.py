@@ -46,10 +46,10 @@ def test_values_and_gradients_are_those_of_the_plain_formula(length, window):
 
         return function
 
-    found = with_gradients(lambda *x: attend_with_sinks(*x, scale=0.3, window=window))
+    computed = with_gradients(lambda *x: attend_with_sinks(*x, scale=0.3, window=window))
     reference = with_gradients(lambda *x: plain(*x, 0.3, window))
     tensors = inputs(length)
-    assert_as_double(found(*tensors), reference, tensors, longest_sum=length * WIDTH)
+    assert_as_double(computed(*tensors), reference, tensors, longest_sum=length * WIDTH)
 
 
 LENGTHS = {
@@ -77,9 +77,9 @@ def test_each_packed_sequence_is_attended_to_by_itself(case, layer, monkeypatch)
     attention.softmax_offset.data.copy_(sink.detach())
     row = [x.permute(2, 0, 1, 3) for x in (query, key, value)]  # [N, 1, H, D]
     packed = PackedSequences.from_lengths(lengths, torch.device("cpu"))
-    found = attention(*row, packed_seq_params=packed)
-    seed = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
-    grads = torch.autograd.grad(found, [query, key, value, attention.softmax_offset], seed)
+    computed = attention(*row, packed_seq_params=packed)
+    seed = torch.randn(computed.shape, generator=torch.Generator().manual_seed(1))
+    grads = torch.autograd.grad(computed, [query, key, value, attention.softmax_offset], seed)
 
     def reference(*tensors):
         *qkv, sink = tensors
@@ -89,7 +89,7 @@ def test_each_packed_sequence_is_attended_to_by_itself(case, layer, monkeypatch)
         out = out.permute(2, 0, 1, 3).flatten(2)
         return [out, *torch.autograd.grad(out, tensors, seed.to(out.dtype))]
 
-    assert_as_double([found, *grads], reference, [query, key, value, sink], longest_sum=max(lengths) * WIDTH)
+    assert_as_double([computed, *grads], reference, [query, key, value, sink], longest_sum=max(lengths) * WIDTH)
 
 
 def test_the_pieces_of_a_window_grow_with_the_length_and_not_with_its_square(monkeypatch):

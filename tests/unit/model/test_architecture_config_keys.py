@@ -79,15 +79,15 @@ def last_name(node: ast.AST) -> str | None:
 
 
 def keys_of_vllm(model_type: str) -> set[str]:
-    root, found = Path(importlib.util.find_spec("vllm").submodule_search_locations[0]), set()
+    root, keys = Path(importlib.util.find_spec("vllm").submodule_search_locations[0]), set()
     models = {f"model_executor/models/{name}.py": {"config"} for name in MODELS[model_type]}
     for place, names in (models | VLLM_READS).items():
         file, _, of_class = place.partition(":")
         tree: ast.AST = ast.parse((root / file).read_text())
         if of_class:
             tree = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == of_class)
-        found |= keys_read(tree, names)
-    return {key for key in found if not key.startswith("__")} - METHODS
+        keys |= keys_read(tree, names)
+    return {key for key in keys if not key.startswith("__")} - METHODS
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

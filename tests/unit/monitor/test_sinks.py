@@ -116,11 +116,11 @@ def test_mlflow_holds_the_numbers_of_metrics_jsonl_in_one_run_over_both_starts(t
     run("mlflow", RECORD, str(tmp_path), "mlflow", "0", "5")
     first = recorded(tmp_path)
     run("mlflow", RECORD, str(tmp_path), "mlflow", "3", "6")
-    (found,) = json.loads(run("mlflow", READ["mlflow"], str(tmp_path)))
-    assert (found["runs"], found["name"], found["status"]) == (1, "run", "FINISHED")
-    assert all(began <= t <= time.time() for t in found["seconds"])
-    assert found["recipe"] == {"name": "unit", "learner.optimizer.lr": "1e-06"}
-    steps = {int(step): metrics for step, metrics in found["steps"].items()}
+    (logged,) = json.loads(run("mlflow", READ["mlflow"], str(tmp_path)))
+    assert (logged["runs"], logged["name"], logged["status"]) == (1, "run", "FINISHED")
+    assert all(began <= t <= time.time() for t in logged["seconds"])
+    assert logged["recipe"] == {"name": "unit", "learner.optimizer.lr": "1e-06"}
+    steps = {int(step): metrics for step, metrics in logged["steps"].items()}
     last = recorded(tmp_path)
     for step, metrics in steps.items():
         wanted = [source[step] for source in ([first, last] if step in (3, 4) else [last])]

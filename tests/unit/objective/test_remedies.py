@@ -262,8 +262,8 @@ def test_terms_and_corrections_see_the_interpolated_policy_in_the_place_of_po(fo
     distances[mask] = torch.tensor([d for row in ages for d in row])
     inputs = type(inputs)(**{**vars(inputs), "old_logprobs": None, "distances": distances})
     result = compute_objective(inputs, ObjectiveConfig.model_validate({**config, "anchor": "interpolate"}))
-    found, gradient = loss_and_gradient(result, inputs, mask)
-    assert found == rounded(loss, BATCH)
+    computed, gradient = loss_and_gradient(result, inputs, mask)
+    assert computed == rounded(loss, BATCH)
     assert_rounded(gradient, torch.tensor([g for row in gradients for g in row], dtype=torch.float64), BATCH)
     assert all(min(m, p) <= q <= max(m, p) for s in decoupled for m, p, q in zip(s.mu, s.pi, s.po))
 

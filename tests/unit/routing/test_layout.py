@@ -22,7 +22,7 @@ def test_slices_of_context_parallel_ranks_are_those_of_their_tokens():
     padded = [n + pad for n, pad in zip(lengths, after)]
     assert any(after)
     packed = pack_routes(batch.sequences, 4, SHAPE, ON, after=after)
-    found = {}
+    by_rank = {}
     for rank in range(size):
         ranges = ContextShare(size, rank).ranges([*padded, 4])
         half = sum(b - a for a, b in ranges) // 2
@@ -36,15 +36,15 @@ def test_slices_of_context_parallel_ranks_are_those_of_their_tokens():
             )
             rows = np.concatenate([np.arange(a, b) for a, b in own])
             taken.verify(packed_keys(tokens[rows], positions[rows], ids, sizes), [1, 3], SHAPE)
-            found |= dict(zip(rows.tolist(), taken.experts))
+            by_rank |= dict(zip(rows.tolist(), taken.experts))
             for row in (0, len(rows) - 1):
                 name, position = taken.owner(row)
                 assert name == ids[0 if row == 0 else -1]
                 assert name == PADDING_ID or position == positions[rows[row]]
-    assert sorted(found) == list(range(sum(padded) + 4))
+    assert sorted(by_rank) == list(range(sum(padded) + 4))
     for s, start in zip(batch.sequences, np.cumsum([0, *padded])):
         for token in range(len(s.tokens) - 1):
-            assert (found[start + token] == s.routed_experts[token][[1, 3]]).all()
+            assert (by_rank[start + token] == s.routed_experts[token][[1, 3]]).all()
 
 
 def test_slices_put_together_are_the_routes():

@@ -82,10 +82,10 @@ def test_the_latest_validation_up_to_the_checkpoint_counts(recipe):
 def test_a_run_without_validation_and_with_a_model_of_its_own(recipe):
     own = copy.deepcopy(recipe)
     own["model"]["path"] = "/models/mine"
-    found = card(own, [{"step": 1, "actor/lr": 1.0}])
-    assert (found.data.base_model, found.data.eval_results) == (None, None)
-    assert "None were measured in the run." in str(found)
-    assert "The model of the folder `mine`, trained by reinforcement learning" in str(found)
+    written = card(own, [{"step": 1, "actor/lr": 1.0}])
+    assert (written.data.base_model, written.data.eval_results) == (None, None)
+    assert "None were measured in the run." in str(written)
+    assert "The model of the folder `mine`, trained by reinforcement learning" in str(written)
     text = model_card(own, ENVIRONMENT, [], 1)
     assert "\n# base_model: OWNER/NAME of the model that training began with" in text
     assert text.index("<details>") < text.index("```yaml") < text.index("</details>")

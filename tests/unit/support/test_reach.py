@@ -32,7 +32,9 @@ def lines(tmp_path_factory) -> dict[str, reach.Seen]:
 @pytest.mark.parametrize("file", REACHED)
 def test_its_tests_run_every_line_for_cuda(lines, file):
     assert reach.cuda_lines(file), "names cuda for readers alone"
-    ran = set().union(*(found for test, found in lines.items() if test.startswith(reach.tests_of(file))))
+    ran = set().union(
+        *(lines_of_test for test, lines_of_test in lines.items() if test.startswith(reach.tests_of(file)))
+    )
     assert reach.missing(file, ran) == []
 
 

@@ -37,7 +37,7 @@ def test_sockets_are_aline():
 
 def test_unit_costs_of_steps_that_cost_what_they_hold():
     """Two seconds a token of a replica of four ranks, measured over two passes, and a byte a rank."""
-    found = {}
+    costs = {}
     for ranks, sequences, length, routes in (
         (4, 16, 10, True),
         (8, 64, 40, True),
@@ -45,8 +45,8 @@ def test_unit_costs_of_steps_that_cost_what_they_hold():
         (16, 99, 5, True),
     ):
         tokens = sequences * length / (ranks // 4)
-        found[Setting(ranks, sequences, length, routes)] = {"pack": Cost(2 * tokens, float(ranks), 0.0)}
-    units = unit_costs(found, route_bytes=3, tensor=4)["pack"]
+        costs[Setting(ranks, sequences, length, routes)] = {"pack": Cost(2 * tokens, float(ranks), 0.0)}
+    units = unit_costs(costs, route_bytes=3, tensor=4)["pack"]
     assert units["seconds"] == pytest.approx([1.0, 0, 0, 0, 0])
     assert units["received"] == pytest.approx([0, 0, 0, 0, 1.0])
     assert units["peak"] == [0.0] * 5

@@ -17,11 +17,11 @@ def test_shares_add_up_to_the_model(layout):
     a, tensor = planned.architecture, planned.parallel.tensor
     alike = (tensor - 1) * a.num_layers * a.hidden_size * (a.num_experts + 3)
     total = 14 * total_parameters(a)
-    found = checkpoint_cost(planned).size * planned.ranks
+    size = checkpoint_cost(planned).size * planned.ranks
     if planned.parallel.pipeline == 1:
-        assert total <= found <= total + 14 * alike
+        assert total <= size <= total + 14 * alike
     else:  # the stage that has most
-        assert total < found < 1.1 * total
+        assert total < size < 1.1 * total
 
 
 def test_fp32_weights_are_their_own_masters_and_written_as_both():

@@ -243,14 +243,14 @@ def test_plan_prints_and_writes_the_arms(capsys):
 
 def test_arms_send_weights_as_their_runs_would(capsys):
     """`finish` two steps ahead goes through files whatever the recipe says; other arms as it says."""
-    found = {}
+    by_arm = {}
     for weights in ("broadcast", "files"):
         settings = [f"rollout.servers.weights={weights}", "rollout.max_staleness=2"]
         arguments = [*FEW, *(part for setting in settings for part in ("--set", setting))]
         assert main(["plan", str(SERVERS), "--gpu", "h100", "--lengths", "lognormal:600,1", "--json", *arguments]) == 0
         arms = json.loads(capsys.readouterr().out)["pipeline"]["arms"]
-        found[weights] = {(arm["mode"], arm["max_staleness"]): arm["time"]["step_s"] for arm in arms}
-    equal = {arm for arm, seconds in found["broadcast"].items() if seconds == found["files"][arm]}
+        by_arm[weights] = {(arm["mode"], arm["max_staleness"]): arm["time"]["step_s"] for arm in arms}
+    equal = {arm for arm, seconds in by_arm["broadcast"].items() if seconds == by_arm["files"][arm]}
     assert equal == {("finish", 2)}
 
 

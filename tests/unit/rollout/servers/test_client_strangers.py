@@ -522,20 +522,20 @@ def paths(found: object, before: tuple = ()) -> list[tuple]:
 
 @given(st.dictionaries(st.sampled_from([*ServerSettings.__dataclass_fields__, "x"]), ANY))
 def test_settings_are_of_their_types_or_an_error_that_names_the_value(content):
-    found, problem = None, ""
+    settings, problem = None, ""
     try:
-        found = ServerSettings.of(content)
+        settings = ServerSettings.of(content)
     except ValueError as error:
         problem = str(error)
-    if found is None:
+    if settings is None:
         assert problem.split(":")[0] in content
         assert problem.isprintable()
         return
-    assert type(found.workers) is int
-    assert 0 < found.workers <= 4096
-    assert found.version is None or type(found.version) is int
-    assert type(found.replacing) is bool
-    assert isinstance(found.load, Load)
+    assert type(settings.workers) is int
+    assert 0 < settings.workers <= 4096
+    assert settings.version is None or type(settings.version) is int
+    assert type(settings.replacing) is bool
+    assert isinstance(settings.load, Load)
 
 
 @given(st.dictionaries(st.sampled_from(list(asdict(Load()))), ANY) | ANY)

@@ -113,8 +113,8 @@ def test_a_request_that_finds_every_server_in_an_update_has_not_failed(monkeypat
         await pool.push(Weights(1))
         return [int(answer.tokens[0]) for answer in await asked]
 
-    found, refused = play(scene, monkeypatch)
-    assert found == list(range(30))
+    outcome, refused = play(scene, monkeypatch)
+    assert outcome == list(range(30))
     assert refused, "the update came while requests were under way"
     assert max(refused.values()) == 1, "a server that was found to be in an update is asked again after it"
 
@@ -129,8 +129,8 @@ def test_a_request_that_servers_refuse_and_then_a_dying_one_fails_has_failed_onc
         await push
         return [int(answer.tokens[0]) for answer in await asked]
 
-    found, refused = play(scene, monkeypatch)
-    assert found == list(range(30))
+    outcome, refused = play(scene, monkeypatch)
+    assert outcome == list(range(30))
     assert refused
 
 

@@ -114,10 +114,10 @@ def test_shapes_and_dtypes_of_a_chunk_come_in_any_order(three):
     sent["odd"] = sent["odd"].to(torch.bfloat16)
     sender, taken = three.form(), three.take()
     sender.send(sent.items())
-    for found, _ in (future.result() for future in taken):
-        assert list(found) == list(sent)
+    for tensors, _ in (future.result() for future in taken):
+        assert list(tensors) == list(sent)
         assert all(
-            found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in sent.items()
+            tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor) for name, tensor in sent.items()
         )
 
 
@@ -126,9 +126,9 @@ def test_received_tensors_keep_their_values_while_later_ones_come(three):
     given = {f"{i}": torch.full((CHUNK // 8,), float(i)) for i in range(40)}
     sender, taken = three.form(), three.take()
     sender.send(iter(given.items()))
-    for found, _ in (future.result() for future in taken):
+    for tensors, _ in (future.result() for future in taken):
         gc.collect()
-        assert all(bool((tensor == float(name)).all()) for name, tensor in found.items())
+        assert all(bool((tensor == float(name)).all()) for name, tensor in tensors.items())
 
 
 def test_what_a_chunk_holds_is_said_when_it_differs(three, monkeypatch):
@@ -142,8 +142,8 @@ def test_what_a_chunk_holds_is_said_when_it_differs(three, monkeypatch):
         taken = three.take()
         sender.send(iter(given.items()))
         counts.append(sum('"tensors": [' in text for text in texts))
-        for found, _ in (future.result() for future in taken):
-            assert all(torch.equal(found[name], given[name]) for name in given)
+        for tensors, _ in (future.result() for future in taken):
+            assert all(torch.equal(tensors[name], given[name]) for name in given)
     assert 0 < counts[1] < counts[0]
     assert counts[2:] == [counts[1], 0]
 
