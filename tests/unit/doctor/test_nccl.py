@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.doctor import nodes
+from megatron_rl.doctor import collectives
 from megatron_rl.doctor.checks import Setting
 from megatron_rl.errors import InputError
 from megatron_rl.process import devices
@@ -36,7 +36,7 @@ def guessing(monkeypatch):
     """As if nobody named a GPU: barriers without device_ids, groups without device_id."""
 
     def forget() -> None:
-        monkeypatch.setattr(nodes, "barrier_devices", lambda device: None)
+        monkeypatch.setattr(collectives, "barrier_devices", lambda device: None)
         init = nccl.init_process_group
         monkeypatch.setattr(dist, "init_process_group", lambda *a, device_id=None, **k: init(*a, **k))
 
@@ -44,13 +44,13 @@ def guessing(monkeypatch):
 
 
 def doctor_in(job: Job, monkeypatch, before=lambda: None) -> list:
-    monkeypatch.setitem(nodes.BYTES, "cuda", 4 << 10)
-    monkeypatch.setattr(nodes, "open_store", lambda rank: job.store)
-    nccl.steady(nodes, monkeypatch)
+    monkeypatch.setitem(collectives.BYTES, "cuda", 4 << 10)
+    monkeypatch.setattr(collectives, "open_store", lambda rank: job.store)
+    nccl.steady(collectives, monkeypatch)
     job._install(monkeypatch)
     before()
     monkeypatch.setattr(job, "_install", lambda patch: None)
-    return job.run(monkeypatch, lambda: nodes.collectives(SETTING))
+    return job.run(monkeypatch, lambda: collectives.collectives(SETTING))
 
 
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 8), (2, 8), (4, 8), (2, 1)])
