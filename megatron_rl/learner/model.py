@@ -257,6 +257,11 @@ def build_model(
     """
     if problems := architecture.problems():
         raise InputError("; ".join(problems))
+    if use_transformer_engine(device, exact) and architecture.has_sinks:
+        raise InputError(
+            f"model.path: {architecture.model_type} has attention sinks, which the learner computes with torch's "
+            "attention alone; uninstall transformer-engine"
+        )
     if exact and device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise InputError(
             "rollout.engine: exact on cuda runs Triton kernels, and Triton is not installed. Install triton, "
@@ -264,11 +269,6 @@ def build_model(
         )
     precision = precision or PrecisionConfig()
     config = transformer_config(architecture, learner, device, precision, exact)
-    if use_transformer_engine(device, exact) and architecture.has_sinks:
-        raise InputError(
-            f"model.path: {architecture.model_type} has attention sinks, which the learner computes with torch's "
-            "attention alone; uninstall transformer-engine"
-        )
     if use_transformer_engine(device, exact) and device.type == "cuda":
         refuse_unfused_attention(config)
     model = GPTModel(
