@@ -44,7 +44,7 @@ BESIDE_TRAILERS = {
 """Tests of a purpose beside those that its patches name: of our learner, which wants what `routing` patches."""
 OF_THE_ENVIRONMENT = "tests/patches/test_length_decay_patch.py::test_the_series_is_applied_only_when_named"
 """Asks what is applied to the package of the environment."""
-OURS_S, THEIRS_S = 1800, 3600  # of one release; of one process of Megatron's tests
+OURS_S, THEIRS_S = 1800, 600  # of one release; of one file of Megatron's tests
 
 
 def main() -> int:
@@ -213,20 +213,20 @@ def touched_tests(series: Series, root: Path, only: str) -> list[str]:
 def run_theirs(root: Path, files: Sequence[str]) -> dict[str, str]:
     """Outcomes of the tests of Megatron's in ``files``.
 
-    One process runs them. If a file ends it, the next one goes on with the files that it had not run.
+    Each file has a process of its own: most leave their process groups, and a thousand threads of gloo slow the rest.
+    If a test ends the process, the file's tests after it do not run.
     """
     outcomes: dict[str, str] = {}
-    files = sorted(files)
-    while files:
-        told, ended, files = run_once(root, files)
-        outcomes |= told
-        if ended is not None:
-            print(f"{ended}: ended the process", file=sys.stderr, flush=True)
+    for file in sorted(files):
+        of_file, is_whole = run_file(root, file)
+        outcomes |= of_file
+        if not is_whole:
+            print(f"{file}: ended the process", file=sys.stderr, flush=True)
     return outcomes
 
 
-def run_once(root: Path, files: list[str]) -> tuple[dict[str, str], str | None, list[str]]:
-    """Outcomes of the tests in ``files``, the file that ended the process, if one did, and those left to run."""
+def run_file(root: Path, file: str) -> tuple[dict[str, str], bool]:
+    """Outcomes of the tests in ``file``, and whether pytest came to its end."""
     outcomes = root / "outcomes.jsonl"
     outcomes.unlink(missing_ok=True)
     environment = {
@@ -244,21 +244,16 @@ def run_once(root: Path, files: list[str]) -> tuple[dict[str, str], str | None, 
     }
     command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "on_cpu", "-c", os.devnull, "--rootdir", root]
     command += ["-p", "no:cacheprovider", "-q", "--tb=no", "--continue-on-collection-errors", "--timeout", "60"]
-    command += ["--import-mode=importlib", *files]
+    command += ["--import-mode=importlib", file]
     output = subprocess.DEVNULL  # a pipe would be held open by what a test leaves behind
     try:
         subprocess.run(command, cwd=root, env=environment, stdout=output, stderr=output, timeout=THEIRS_S)
     except subprocess.TimeoutExpired:
-        print(f"{root}: not done within {THEIRS_S} s", file=sys.stderr)
+        print(f"{file}: not done within {THEIRS_S} s", file=sys.stderr)
     events = [json.loads(line) for line in outcomes.read_text().splitlines()] if outcomes.is_file() else []
-    told = {test: event for test, event in events if event not in ("read", "begun", "end")}
-    if ["", "end"] in events:
-        return told, None, []
-    if begun := [test.split("::")[0] for test, event in events if event == "begun"]:
-        return told, begun[-1], files[files.index(begun[-1]) + 1 :]
-    if not (read := [file for file, event in events if event == "read" and file in files]):
+    if not events:
         raise SystemExit(f"{root}: pytest did not begin: {' '.join(map(str, command))}")
-    return {}, read[-1], [file for file in files if file != read[-1]]  # none of the others has run
+    return {test: event for test, event in events if event not in ("read", "begun", "end")}, ["", "end"] in events
 
 
 if __name__ == "__main__":

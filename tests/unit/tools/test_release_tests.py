@@ -100,7 +100,7 @@ def test_the_files_after_one_that_ends_the_process_run(monkeypatch, tmp_path, ca
         (tmp_path / name).write_text(text)
     outcomes = release_tests.run_theirs(tmp_path, names)
     assert outcomes == {"a/test_a.py::test_one": "passed", "b/test_a.py::test_x": "passed"}
-    ended = "b/test_c.py: ended the process\na/test_a.py: ended the process\n"  # one while it was read
+    ended = "a/test_a.py: ended the process\nb/test_c.py: ended the process\n"  # one while it was read
     assert capsys.readouterr().err == ended
 
 
