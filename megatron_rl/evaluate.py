@@ -36,8 +36,7 @@ from megatron_rl.process.fp32_products import settle
 from megatron_rl.process.host import format_table
 from megatron_rl.process.ranks import world_rank
 from megatron_rl.rewards import Rewarder
-from megatron_rl.rewards.rewarder import refuse_too_many
-from megatron_rl.rewards.shared import score_shared
+from megatron_rl.rewards.rewarder import refuse_too_many, score_shared
 from megatron_rl.rollout import Generator, Sampling
 from megatron_rl.run.engines import load_beside, start_generator
 from megatron_rl.types import Group, Prompt, Rollout

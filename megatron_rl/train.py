@@ -19,7 +19,7 @@ from megatron_rl.errors import RunEnded
 from megatron_rl.monitor import AlarmEvent, wanted
 from megatron_rl.monitor.samples import success_rates, summarise
 from megatron_rl.process.host import FreedMemory
-from megatron_rl.rewards.shared import Scores, merged
+from megatron_rl.rewards.rewarder import Scores, merged_scores
 from megatron_rl.rollout import Sampling
 from megatron_rl.run.acceptance import Snapshot, judge
 from megatron_rl.run.engines import hand_over
@@ -103,7 +103,7 @@ def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
         complete += keep_informative(groups, batch.filter_metric) if batch.filter_groups else groups
         if len(complete) >= batch.prompts:
             break
-    counts = merged(shares).metrics
+    counts = merged_scores(shares).metrics
     if recipe.rollout.max_staleness:
         staleness = staleness_metrics(sampled, run.learner.num_updates)
         run.ahead.check_staleness(step, staleness)
@@ -157,7 +157,7 @@ def sample_first(run: Run, ahead: Oversampling, step: int) -> tuple[list[Group],
             ahead.keep(keep_informative(groups, batch.filter_metric) if batch.filter_groups else groups)
         if ahead.is_filled:
             break
-    scores = merged(shares)
+    scores = merged_scores(shares)
     run.refuse_failures(scores, step)
     first_batch, metrics = ahead.close()
     staleness = staleness_metrics(first_batch, version)

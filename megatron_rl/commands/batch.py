@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_rl.commands.arguments import add_overrides
+from megatron_rl.commands import add_overrides
 from megatron_rl.config import Recipe
 from megatron_rl.errors import EXIT_DONE
 

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands.arguments import add_gpu
+from megatron_rl.commands import add_gpu
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.instruments.lab import load_study
 from megatron_rl.shipped import checkout

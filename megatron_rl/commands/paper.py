@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from megatron_rl.commands.arguments import add_recipe
+from megatron_rl.commands import add_recipe
 from megatron_rl.commands.batch import is_main_rank
 from megatron_rl.commands.train import newest
 from megatron_rl.config import Recipe, load_recipe

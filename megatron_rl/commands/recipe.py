@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-from megatron_rl.commands.arguments import GPU_NAMES, add_foreign, add_gpu, add_recipe, write_translation
+from megatron_rl.commands import GPU_NAMES, add_foreign, add_gpu, add_recipe, write_translation
 from megatron_rl.errors import EXIT_DONE, InputError, printable
 
 

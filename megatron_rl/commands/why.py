@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
-from megatron_rl.commands.arguments import add_gpu, add_overrides
+from megatron_rl.commands import add_gpu, add_overrides
 from megatron_rl.config import yaml12
 from megatron_rl.config.monitor import AlarmRule, MonitorConfig, level_rules
 from megatron_rl.errors import EXIT_DONE, InputError, printable

@@ -147,12 +147,17 @@ CHECKS = (
     Check("host-memory", "Does the host have the memory that a run needs?", "machine.host_memory", 60),
     Check("shared-folder", "Can the folder of runs be written, and is its clock ours?", "machine.shared_folder", 60),
     Check(
-        "nodes", "Do all nodes see the folder of runs, and have one time?", "nodes.together", 120, ranks="job", port=20
+        "nodes",
+        "Do all nodes see the folder of runs, and have one time?",
+        "machine.nodes_together",
+        120,
+        ranks="job",
+        port=20,
     ),
     Check(
         "collectives",
         "Do neighbouring ranks and all ranks exchange the right values, and how fast?",
-        "collectives.collectives",
+        "rates.collectives",
         180,
         ranks="job",
         port=21,
@@ -160,7 +165,7 @@ CHECKS = (
     Check(
         "binding",
         "Does every rank have a GPU of its own?",
-        "nodes.binding",
+        "machine.binding",
         120,
         ranks="job",
         gpu_only="no GPU for a rank to have",

@@ -32,8 +32,7 @@ from megatron_rl.process.ranks import (
     world_rank,
 )
 from megatron_rl.rewards import Rewarder
-from megatron_rl.rewards.rewarder import refuse_too_many
-from megatron_rl.rewards.shared import Scores, score_shared
+from megatron_rl.rewards.rewarder import Scores, refuse_too_many, score_shared
 from megatron_rl.rollout import Generator
 from megatron_rl.rollout.generator import AnnouncingGenerator, RolloutInterrupted
 from megatron_rl.run.control import RunLock, StopRequest

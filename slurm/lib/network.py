@@ -17,7 +17,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from megatron_rl.doctor.collectives import ring
+from megatron_rl.doctor.rates import ring
 from megatron_rl.process.devices import barrier_devices
 
 SLOW = 0.5  # of the median node: links of one fabric differ by percents, a link that fell back to another by factors

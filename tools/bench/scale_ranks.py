@@ -33,7 +33,7 @@ from megatron_rl.monitor.samples import rollout_metrics, share_repetition
 from megatron_rl.process import ranks as ranks_module
 from megatron_rl.process.ranks import any_rank
 from megatron_rl.rewards import Rewarder
-from megatron_rl.rewards.shared import score_shared
+from megatron_rl.rewards.rewarder import score_shared
 from megatron_rl.rollout.requests import (
     consecutive_ranks,
     make_groups,

@@ -26,8 +26,9 @@ from megatron_rl.config.model_rules import beyond_exact
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.parity import exact_taps, learner_taps, transformers_taps, vllm_taps
-from megatron_rl.instruments.parity.memory import GIB, SIZES, parity_memory
 from megatron_rl.instruments.parity.record import Record
+from megatron_rl.instruments.plan.learner import BYTES
+from megatron_rl.instruments.plan.memory import GIB, parity_memory
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.model import DTYPES, build_model
 from megatron_rl.learner.process_groups import initialize
@@ -134,7 +135,7 @@ def of_first_layers(setup: Setup, num_layers: int, scratch: Path) -> Setup:
 
 def host_gib(setup: Setup, a: Architecture) -> float:
     """Host memory that a comparison of a model of shape ``a`` takes, in GiB (`memory`)."""
-    wider = max((setup.learner.dtype, setup.rollout.dtype), key=SIZES.__getitem__)
+    wider = max((setup.learner.dtype, setup.rollout.dtype), key=BYTES.__getitem__)
     num_witnesses = sum(2 if name in ("exact", "vllm") else 1 for name in setup.witnesses)
     on_host = "transformers" in setup.witnesses or device_of(setup) == "cpu"
     return parity_memory(a, sum(map(len, setup.sequences)), wider).host(num_witnesses, on_host) / GIB

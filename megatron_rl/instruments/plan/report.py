@@ -9,7 +9,6 @@ import numpy as np
 
 from megatron_rl.config import Recipe
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.parity.memory import SIZES, parity_memory
 from megatron_rl.instruments.plan import hardware as hw
 from megatron_rl.instruments.plan.hardware import GIB
 from megatron_rl.instruments.plan.learner import BYTES, active_parameters, checkpoint_cost, total_parameters
@@ -24,6 +23,7 @@ from megatron_rl.instruments.plan.memory import (
     host_phase,
     memory_plan,
     own_code,
+    parity_memory,
 )
 from megatron_rl.instruments.plan.search import (
     Layout,
@@ -117,7 +117,7 @@ def _parity_host_gib(work: Workload) -> float:
 
 
 def _wider(recipe: Recipe) -> str:
-    return max((recipe.learner.dtype, recipe.rollout.dtype), key=SIZES.__getitem__)
+    return max((recipe.learner.dtype, recipe.rollout.dtype), key=BYTES.__getitem__)
 
 
 def _simulated_json(simulated: ServerPlan | ColocatedPlan | None) -> dict[str, Any]:

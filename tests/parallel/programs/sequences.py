@@ -19,7 +19,7 @@ from megatron_rl.learner.passes import Replicas, distribute, hand_over_logprobs,
 from megatron_rl.monitor.samples import rollout_metrics, share_repetition, share_samples
 from megatron_rl.process import ranks
 from megatron_rl.rewards import Rewarder
-from megatron_rl.rewards.shared import score_shared
+from megatron_rl.rewards.rewarder import score_shared
 from megatron_rl.routing import route_checksums
 from megatron_rl.run.recorded_batches import record_batch
 from megatron_rl.types import Batch, Group, Prompt, Rollout, Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.__main__ import main
-from megatron_rl.commands.arguments import GPU_NAMES
+from megatron_rl.commands import GPU_NAMES
 from megatron_rl.instruments.plan import GPUS
 from tests.support.tiny import REPOSITORY
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.doctor import collectives
+from megatron_rl.doctor import rates
 from megatron_rl.doctor.checks import Setting
 from megatron_rl.errors import InputError
 from megatron_rl.process import devices
@@ -36,7 +36,7 @@ def guessing(monkeypatch):
     """As if nobody named a GPU: barriers without device_ids, groups without device_id."""
 
     def forget() -> None:
-        monkeypatch.setattr(collectives, "barrier_devices", lambda device: None)
+        monkeypatch.setattr(rates, "barrier_devices", lambda device: None)
         init = nccl.init_process_group
         monkeypatch.setattr(dist, "init_process_group", lambda *a, device_id=None, **k: init(*a, **k))
 
@@ -44,13 +44,13 @@ def guessing(monkeypatch):
 
 
 def doctor_in(job: Job, monkeypatch, before=lambda: None) -> list:
-    monkeypatch.setitem(collectives.BYTES, "cuda", 4 << 10)
-    monkeypatch.setattr(collectives, "open_store", lambda rank: job.store)
-    nccl.steady(collectives, monkeypatch)
+    monkeypatch.setitem(rates.LINK_BYTES, "cuda", 4 << 10)
+    monkeypatch.setattr(rates, "open_store", lambda rank: job.store)
+    nccl.steady(rates, monkeypatch)
     job._install(monkeypatch)
     before()
     monkeypatch.setattr(job, "_install", lambda patch: None)
-    return job.run(monkeypatch, lambda: collectives.collectives(SETTING))
+    return job.run(monkeypatch, lambda: rates.collectives(SETTING))
 
 
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 8), (2, 8), (4, 8), (2, 1)])
@@ -58,7 +58,7 @@ def test_the_doctors_groups(nodes, gpus, monkeypatch):
     job = Job(nodes, gpus)
     outcome, *others = doctor_in(job, monkeypatch)
     assert (outcome.status, job.bad_groups()) == ("pass", set()), outcome
-    assert {other.status for other in others} == {"not run"}
+    assert {found.status for found in others} == {"not run"}
     assert len(job.meetings) == (nodes * gpus + 1 if nodes * gpus > 2 else 2)
 
 

@@ -13,8 +13,7 @@ from megatron_rl.config import load_recipe
 from megatron_rl.config.sections import BatchConfig, OversampleConfig
 from megatron_rl.data import PromptSampler, PromptSet
 from megatron_rl.errors import InputError
-from megatron_rl.rewards.rewarder import Failure, RewardFault
-from megatron_rl.rewards.shared import Scores
+from megatron_rl.rewards.rewarder import Failure, RewardFault, Scores
 from megatron_rl.rollout import Arrival, LegCounts
 from megatron_rl.run import lookahead
 from megatron_rl.run.lookahead import Begun, Lookahead, Oversampling, make_lookahead

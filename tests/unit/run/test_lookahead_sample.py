@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl import train
 from megatron_rl.batch import group_metrics, keep_informative
-from megatron_rl.rewards.shared import Scores
+from megatron_rl.rewards.rewarder import Scores
 from megatron_rl.types import Group, Prompt, Rollout
 from tests.support.tiny import tiny_recipe
 

@@ -11,8 +11,7 @@ import pytest
 
 from megatron_rl.batch import build_unscored_batch
 from megatron_rl.config.sections import CheckpointConfig
-from megatron_rl.rewards.rewarder import RewardFault
-from megatron_rl.rewards.shared import Scores
+from megatron_rl.rewards.rewarder import RewardFault, Scores
 from megatron_rl.run.start import Run, best_steps
 from megatron_rl.train import score_batch, update
 from megatron_rl.types import Group, Prompt, Rollout

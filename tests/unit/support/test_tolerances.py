@@ -23,7 +23,7 @@ STATEMENTS = {
     "parallel/test_memory.py::test_every_rank_of_a_layout": "what the planner promises: 15%",
     "parallel/test_trace.py::test_plan_says_what_a_forward_and_a_backward_pass_add": "a plan leaves out small tensors",
     "parallel/test_trace.py::test_weights_to_the_engine_are_whole_tensors_of_the_model": "the largest of all tensors",
-    "unit/doctor/test_collectives.py::test_skew_leaves_out_what_the_way_explains": "clocks are compared to the second",
+    "unit/doctor/test_rates_collectives.py::test_skew_leaves_out_what_the_way_explains": "clocks have whole seconds",
     "unit/doctor/test_rates.py::test_products_are_those_of_a_layer_on_one_rank": "norms and routers are left out: 0.5%",
     "unit/tools/test_scale.py::test_costs_are_found_again": "least squares; another cost is off by a tenth",
     "unit/tools/test_scale.py::test_unit_costs_of_steps_that_cost_what_they_hold": "least squares of ones and zeros",

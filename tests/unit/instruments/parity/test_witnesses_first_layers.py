@@ -12,8 +12,8 @@ import torch
 from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.parity import transformers_taps, witnesses
-from megatron_rl.instruments.parity.memory import GIB, numbers_in_layer, parity_memory
 from megatron_rl.instruments.parity.witnesses import fewest_layers, first_layers_of, write_first_layers
+from megatron_rl.instruments.plan.memory import GIB, numbers_in_layer, parity_memory
 from megatron_rl.model.architecture import read_architecture, shape_of
 from tests.support.families import save_family
 from tests.support.tiny import MODEL

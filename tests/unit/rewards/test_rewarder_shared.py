@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.rewards.rewarder import Failure
-from megatron_rl.rewards.shared import Scores, merged
+from megatron_rl.rewards.rewarder import Failure, Scores, merged_scores
 
 SCORES = [
     f"reward/{name}" for name in ("timeouts", "worker_failures", "errors", "retries", "masked_frac", "unscored_frac")
@@ -16,7 +15,7 @@ def test_scores_of_parts_are_those_of_the_whole():
         metrics = {"reward/errors": failed, "reward/masked_frac": masked, "reward/unscored_frac": failed / count}
         return Scores(dict.fromkeys(SCORES, 0.0) | metrics, failures, count)
 
-    scores = merged([share(2, 1, 1.0), share(6, 0, 0.5)])
+    scores = merged_scores([share(2, 1, 1.0), share(6, 0, 0.5)])
     assert scores.metrics == {
         "reward/timeouts": 0,
         "reward/worker_failures": 0,

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.doctor import collectives, nodes
-from megatron_rl.doctor.collectives import judge, ring
+from megatron_rl.doctor import machine, rates
+from megatron_rl.doctor.rates import judge_links, ring
 
 CPU = torch.device("cpu")
 
@@ -29,18 +29,18 @@ def links(*speeds: float, kind: str = "in a node") -> list[dict]:
 
 
 def test_a_link_far_slower_than_its_kind_is_bad():
-    assert judge(links(100, 90, 110, 95), True) == []
-    (told,) = judge(links(100, 90, 20, 95), True)
+    assert judge_links(links(100, 90, 110, 95), True) == []
+    (told,) = judge_links(links(100, 90, 20, 95), True)
     assert told == "ranks 2: all_reduce 20.00 GiB/s, the median in a node is 92.50"
-    assert judge(links(100, 90, 20, 95), False) == []  # on one machine's loopback
+    assert judge_links(links(100, 90, 20, 95), False) == []  # on one machine's loopback
     # Links between nodes are held to their own kind.
-    assert judge(links(100, 90, 110) + links(10, 11, 12, kind="between nodes"), True) == []
+    assert judge_links(links(100, 90, 110) + links(10, 11, 12, kind="between nodes"), True) == []
 
 
 def test_a_link_with_a_problem_is_bad_and_no_measure_for_others():
     speeds_of_links = links(100, 90, 0, 95)
     speeds_of_links[2]["problem"] = "all_reduce gave wrong values"
-    assert judge(speeds_of_links, True) == ["ranks 2: all_reduce gave wrong values"]
+    assert judge_links(speeds_of_links, True) == ["ranks 2: all_reduce gave wrong values"]
 
 
 def outcome(device: str, *problems: str):
@@ -48,7 +48,7 @@ def outcome(device: str, *problems: str):
     speeds_of_links = [*links(*[1.0] * len(problems)), whole]
     for link, problem in zip(speeds_of_links, problems):
         link["problem"] = problem
-    return collectives._outcome(speeds_of_links, len(problems), device)
+    return rates._outcome(speeds_of_links, len(problems), device)
 
 
 def test_the_outcome_names_links_and_a_fix():
@@ -80,7 +80,7 @@ def alone(monkeypatch):
     return state
 
 
-@pytest.mark.parametrize("call", [collectives.all_reduce, collectives.all_to_all])
+@pytest.mark.parametrize("call", [rates.all_reduce, rates.all_to_all])
 def test_a_value_that_is_wrong_is_seen(alone, call):
     right, seconds = call(4096, 1, 4, CPU)
     assert right
@@ -97,21 +97,21 @@ def test_a_value_that_is_wrong_is_seen(alone, call):
 
 def test_sums_of_the_largest_job_are_exact():
     """Values and sums of 256 ranks are integers that fp32 holds."""
-    assert 256 * (collectives._EXACT - 1) + 256 * 255 // 2 < 2**24
-    assert collectives._EXACT - 1 + 256 * 256 < 2**24
+    assert 256 * (rates._EXACT - 1) + 256 * 255 // 2 < 2**24
+    assert rates._EXACT - 1 + 256 * 256 < 2**24
 
 
 # -- nodes
 
 
 def test_nodes_that_see_each_other(tmp_path):
-    good = nodes.judge(tmp_path, {0: "a", 1: "b"}, {}, {"b": 0.5})
+    good = machine.judge_nodes(tmp_path, {0: "a", 1: "b"}, {}, {"b": 0.5})
     assert (good.status, good.figures["clock_skew_s"]) == ("pass", {"b": 0.5})
     assert "seen by 2 of 2 nodes" in good.reason
 
 
 def test_a_folder_that_is_not_shared(tmp_path):
-    bad = nodes.judge(tmp_path, {0: "a", 1: "b", 2: "c"}, {"a": "1,2"}, {})
+    bad = machine.judge_nodes(tmp_path, {0: "a", 1: "b", 2: "c"}, {"a": "1,2"}, {})
     assert bad.status == "fail"
     assert bad.reason.endswith("a does not see files of b, c")
     assert "--shared" in bad.fix
@@ -119,7 +119,7 @@ def test_a_folder_that_is_not_shared(tmp_path):
 
 @pytest.mark.parametrize("skew", [-60.0, 5.1])
 def test_clocks_that_differ(tmp_path, skew):
-    bad = nodes.judge(tmp_path, {0: "a", 1: "b"}, {}, {"b": skew})
+    bad = machine.judge_nodes(tmp_path, {0: "a", 1: "b"}, {}, {"b": skew})
     assert (bad.status, f"b {skew:+.1f} s" in bad.reason) == ("fail", True)
 
 
@@ -128,7 +128,7 @@ def test_files_that_are_not_there_or_say_something_else_are_unseen(tmp_path):
     folder.mkdir()
     (folder / "0").write_text(".doctor-x 0")
     (folder / "2").write_text("of an earlier call")
-    assert nodes._unseen(folder, 3) == [1, 2]
+    assert machine._unseen(folder, 3) == [1, 2]
 
 
 class Store:
@@ -138,7 +138,7 @@ class Store:
         self.ahead = ahead
 
     def set(self, key, value):
-        self.at = nodes.time.time() + self.ahead
+        self.at = machine.time.time() + self.ahead
 
     def get(self, key):
         return repr(self.at).encode()
@@ -146,4 +146,4 @@ class Store:
 
 @pytest.mark.parametrize("ahead", [0.0, 30.0, -30.0])
 def test_skew_leaves_out_what_the_way_explains(ahead):
-    assert nodes._skew(Store(ahead), 1) == pytest.approx(ahead, abs=1.0)
+    assert machine._skew(Store(ahead), 1) == pytest.approx(ahead, abs=1.0)
