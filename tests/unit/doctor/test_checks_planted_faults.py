@@ -62,11 +62,16 @@ PROOFS = {
         UNIT + "test_machine.py::test_a_file_system_that_gives_back_something_else",
         UNIT + "test_machine.py::test_shared_folder",
     ),
-    "nodes": Proof(UNIT + "test_nodes.py::test_nodes_without_one_folder", UNIT + "test_nodes.py::test_nodes"),
+    "nodes": Proof(
+        UNIT + "test_machine_nodes.py::test_nodes_without_one_folder", UNIT + "test_machine_nodes.py::test_nodes"
+    ),
     "collectives": Proof(
         UNIT + "test_nccl.py::test_ranks_that_guess_their_gpu_hang", UNIT + "test_nccl.py::test_the_doctors_groups"
     ),
-    "binding": Proof(UNIT + "test_nodes.py::test_ranks_on_one_gpu", UNIT + "test_nodes.py::test_ranks_with_a_gpu_each"),
+    "binding": Proof(
+        UNIT + "test_machine_nodes.py::test_ranks_on_one_gpu",
+        UNIT + "test_machine_nodes.py::test_ranks_with_a_gpu_each",
+    ),
     "fp32": Proof(
         UNIT + "test_learner_fp32.py::test_a_library_with_tf32_is_named",
         UNIT + "test_learner_fp32.py::test_a_sound_process_passes",
