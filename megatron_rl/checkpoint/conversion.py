@@ -1,9 +1,9 @@
 """Checkpoints between Hugging Face and Megatron on disk, one tensor at a time: no model, no ranks.
 
 A run's checkpoint holds the whole of every tensor under a name of its own, in boxes that many ranks wrote, whatever
-their layout (`CONTENT_METADATA`); Megatron shards while it loads. So a conversion is a table of names: only fused q/k/v
-and the padded vocabulary need arithmetic. Both directions hold one entry of the table in memory, and the safetensors
-file being written.
+their layout (`CONTENT_METADATA`); Megatron shards while it loads. So a conversion is a table of names. Arithmetic is
+needed for fused q/k/v, the padded vocabulary and gpt-oss's experts alone. Both directions hold one entry of the table
+in memory, or a layer's experts of gpt-oss, and the safetensors file being written.
 """
 
 from __future__ import annotations
@@ -161,7 +161,9 @@ def to_megatron(source: Path, target: Path, *, dtype: torch.dtype | None = None)
         entry = entries[key]
         wanted = type_of(entry)
         parts = [folder(name) if wanted is None else folder(name).to(wanted) for name in entry.hf_names]
-        digests.update((name, digest(name, part)) for name, part in zip(entry.hf_names, parts, strict=True))
+        for name, part in zip(entry.hf_names, parts, strict=True):
+            if name not in digests:  # one tensor may hold two entries
+                digests[name] = digest(name, part)
         if entry.half is not None:
             return half_of(parts[0], entry.half)
         if entry.sharding == "transposed":

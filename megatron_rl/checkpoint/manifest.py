@@ -41,6 +41,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for path in all_checkpoints(folder) if incomplete(path) is None]
 
 
+def newest_checkpoint(folder: Path, at_most: int) -> Path | None:
+    """The newest complete checkpoint of a step up to ``at_most``; None where there is none."""
+    early = [path for path in list_checkpoints(folder) if checkpoint_step(path) <= at_most]
+    return early[-1] if early else None
+
+
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
     """Name → size in bytes and SHA-256 of files of a checkpoint."""
     files: dict[str, dict[str, int | str]] = {}

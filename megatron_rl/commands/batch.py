@@ -101,25 +101,25 @@ def run_replay(options: argparse.Namespace) -> int:
     earlier one and the stored batches in between, whose updates are repeated. The message names what is missing. For
     several ranks, the command starts itself through torchrun. The run directory is not changed.
     """
-    from megatron_rl.instruments import rerun as flight
+    from megatron_rl.instruments import rerun
     from megatron_rl.run.recorded_batches import batch_path, load_batch
 
-    layout = flight.layout_overrides(options.layout) if options.layout else []
-    directory, original = flight.open_run(options.run, layout)
+    layout = rerun.layout_overrides(options.layout) if options.layout else []
+    directory, original = rerun.open_run(options.run, layout)
     precision = [f"learner.dtype={options.precision}"] if options.precision else []
-    _, changed = flight.open_run(options.run, [*layout, *precision, *options.overrides])
+    _, changed = rerun.open_run(options.run, [*layout, *precision, *options.overrides])
     recorded = load_batch(batch_path(directory.batches, options.step))
-    ranks = flight.num_ranks(changed)
-    changed = flight.watching_routes(changed, recorded.batch)
-    flight.check_replayable(changed, recorded.batch)
+    ranks = rerun.num_ranks(changed)
+    changed = rerun.watching_routes(changed, recorded.batch)
+    rerun.check_replayable(changed, recorded.batch)
     if needs_ranks(ranks):
         return start_ranks(options.arguments, ranks)
     stored = [s.current_logprobs for s in recorded.batch.sequences]
-    with flight.learner_at(directory, original, changed, options.step, options.weights) as (learner, source):
+    with rerun.learner_at(directory, original, changed, options.step, options.weights) as (learner, source):
         learner.keep_current_logprobs = True
         learner.num_updates = recorded.policy_version  # seeds the draws of variance injection
-        metrics = flight.repeat_update(learner, recorded)
-        now = flight.current_logprobs(learner, recorded.batch)
+        metrics = rerun.repeat_update(learner, recorded)
+        now = rerun.current_logprobs(learner, recorded.batch)
     if is_main_rank():
         print_comparison(options, changed, recorded, stored, now, metrics, source)
     return EXIT_DONE

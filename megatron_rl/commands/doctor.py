@@ -24,14 +24,7 @@ MINUTES = 10.0
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", help="Test what this recipe needs as well.")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY.PATH=VALUE",
-        dest="overrides",
-        help="Set one key of the recipe. The option may be given several times.",
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--only",
         action="append",

@@ -40,8 +40,8 @@ def run_why(options: argparse.Namespace) -> int:
         megatron-rl run why tensorboard_log/my-project/my-run [--set batch.minibatches=4]
 
     Reads metrics.jsonl and the resolved recipe, or a log of verl, slime, miles, NeMo-RL, prime-rl or TRL (TensorBoard,
-    W&B offline, MLflow, JSON lines, CSV). Of a log of theirs it says which rules and suspects lack their metric; --set
-    tells keys of the recipe that a log does not have (docs/coming-from.md).
+    W&B offline, MLflow, JSON lines, CSV). For such a log it names the rules and suspects that lack their metric; --set
+    gives keys of the recipe that a log does not have (docs/coming-from.md).
 
     Signs are alarms (the recipe's, and those on levels that every run has) and a collapse of the reward. A suspect's
     number is held against a value that healthy runs have. The page says what speaks for it and against it, and prints

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.checkpoint.manifest import checkpoint_step, list_checkpoints
+from megatron_rl.checkpoint.manifest import newest_checkpoint
 from megatron_rl.config.monitor import RISKS, AlarmRule, level_rules, mismatch_has_updates
 from megatron_rl.monitor.alarms import Alarms, CollapseRule, first_collapse
 from megatron_rl.monitor.run_directory import RunDirectory
@@ -538,8 +538,8 @@ def page(finding: Finding, run: Path | None, from_start: bool = False) -> str:
 
 def begins_at_start(finding: Finding, run: Path) -> bool:
     """Return whether no complete checkpoint of the run is at or before the onset: `run branch` starts at step 0."""
-    steps = map(checkpoint_step, list_checkpoints(RunDirectory(run).checkpoints))
-    return finding.onset is not None and all(step > finding.onset for step in steps)
+    onset = finding.onset
+    return onset is not None and newest_checkpoint(RunDirectory(run).checkpoints, onset) is None
 
 
 def _told(rank: int, suspect: Suspect, run: Path | None) -> list[str]:

@@ -240,7 +240,7 @@ def layer_spec(
         for layer in block.layer_specs:
             core = SinkAttention if config.softmax_type == "learnable" else SDPACoreAttention
             layer.submodules.self_attention.submodules.core_attention = core
-        use_few_pass_layers(block, biased_experts=config.add_bias_linear)
+        use_few_pass_layers(block)
     return block
 
 

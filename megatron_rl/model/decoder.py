@@ -70,9 +70,8 @@ class Architecture:
     rotary_fraction: float = 1.0  # of a head's width that rotary embeddings turn
     latent: LatentAttention | None = None  # then head_dim is the whole width of a head's query
     router_groups: tuple[int, int] = (1, 1)  # groups of experts, and how many of them a token may choose from
-    windows: tuple[
-        int | None, ...
-    ] = ()  # per layer: how many tokens one sees, with itself; None: all; empty: all in all
+    windows: tuple[int | None, ...] = ()
+    """Per layer: how many tokens a token sees, with itself. None: all. Empty: all in every layer."""
     has_sinks: bool = False  # whether a trained score of each head takes part in the softmax, and has no value
     linear_bias: bool = False  # of attention's output, of the router (trained) and of experts
     clamped_gate: bool = False  # whether experts have gpt-oss's activation in the place of SiLU's
@@ -124,10 +123,8 @@ class Architecture:
         ]
 
     def _rope_problems(self) -> list[str]:
-        if self.latent is not None:
+        if self._has_yarn:
             return self._yarn_problems()
-        if self.has_sinks:
-            return self._yarn_problems_with_sinks()
         scaling = dict(self.rope_scaling or {})
         scaling["rope_type"] = scaling.pop("rope_type", None) or scaling.pop("type", None)
         if self.rope_scaling is None or (scaling.pop("factor", 0) > 0 and scaling == _LLAMA3_SCALING):
@@ -138,39 +135,33 @@ class Architecture:
         ]
 
     def _yarn_problems(self) -> list[str]:
-        if self.rope_scaling is None:
+        """With sinks, vLLM has YaRN whatever `rope_type` is, asks for each of its keys, and reads no other."""
+        if self.rope_scaling is None and not self.has_sinks:
             return []
-        given = dict(self.rope_scaling)
-        kind = given.pop("rope_type", None) or given.pop("type", None)
-        given.pop("type", None)
-        fields = {"factor", "original_max_position_embeddings", "mscale", "mscale_all_dim"}
-        fits = kind == "yarn" and fields <= set(given) <= fields | {"beta_fast", "beta_slow"}
-        fits = fits and all(type(value) in (int, float) and value > 0 for value in given.values())
-        if not fits or given["factor"] <= 1 or given.get("beta_fast", 32) < given.get("beta_slow", 1):
-            return [
-                f"model.path: rope scaling {self.rope_scaling} is not supported with latent attention, only yarn with "
-                "factor (above 1), original_max_position_embeddings, mscale and mscale_all_dim (above 0: transformers, "
-                "vLLM and Megatron-Core read others in different ways), beta_fast and beta_slow"
-            ]
-        return self._longer_than_yarn(given)
-
-    def _yarn_problems_with_sinks(self) -> list[str]:
-        """vLLM has YaRN in these models whatever `rope_type` is, asks for each of its keys, and reads no other."""
         given = dict(self.rope_scaling or {})
         kind = given.pop("rope_type", None) or given.pop("type", None)
         given.pop("type", None)
-        truncate = given.pop("truncate", True)
-        fields = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
-        fits = kind == "yarn" and fields == set(given) and type(truncate) is bool
+        fits = kind == "yarn"
+        required, optional = {"factor", "original_max_position_embeddings"}, {"beta_fast", "beta_slow"}
+        if self.has_sinks:
+            fits = fits and type(given.pop("truncate", True)) is bool
+            required, optional = required | optional, set()
+            part = "attention sinks"
+            keys = "beta_fast, beta_slow and truncate"
+        else:
+            required |= {"mscale", "mscale_all_dim"}
+            part = "latent attention"
+            keys = (
+                "mscale and mscale_all_dim (above 0: transformers, vLLM and Megatron-Core read others in different "
+                "ways), beta_fast and beta_slow"
+            )
+        fits = fits and required <= set(given) <= required | optional
         fits = fits and all(type(value) in (int, float) and value > 0 for value in given.values())
-        if not fits or given["factor"] <= 1 or given["beta_fast"] < given["beta_slow"]:
+        if not fits or given["factor"] <= 1 or given.get("beta_fast", 32) < given.get("beta_slow", 1):
             return [
-                f"model.path: rope scaling {self.rope_scaling} is not supported with attention sinks, only yarn with "
-                "factor (above 1), original_max_position_embeddings, beta_fast, beta_slow and truncate"
+                f"model.path: rope scaling {self.rope_scaling} is not supported with {part}, only yarn with "
+                f"factor (above 1), original_max_position_embeddings, {keys}"
             ]
-        return self._longer_than_yarn(given)
-
-    def _longer_than_yarn(self, given: dict[str, Any]) -> list[str]:
         longest = given["factor"] * given["original_max_position_embeddings"]
         if self.max_position_embeddings > longest:
             return [

@@ -313,9 +313,8 @@ class VllmGenerator:
 
         One engine's error ends all.
         """
-        for rank, problem in enumerate(
-            gather_objects(str(own_rollouts) if isinstance(own_rollouts, RolloutError) else None)
-        ):
+        error_here = str(own_rollouts) if isinstance(own_rollouts, RolloutError) else None
+        for rank, problem in enumerate(gather_objects(error_here)):
             if problem is not None:
                 self._broken = f"rank {rank}: {problem}"
                 raise RolloutError(self._broken)

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_rl.check import check_recipe
-from megatron_rl.checkpoint.manifest import checkpoint_name, checkpoint_step, list_checkpoints
+from megatron_rl.checkpoint.manifest import checkpoint_name, checkpoint_step, list_checkpoints, newest_checkpoint
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.branch.arms import CONTROL, Arm, LeftOut, arms_of, reason_of
@@ -177,13 +177,13 @@ def checkpoint_before(directory: RunDirectory, onset: int | None, from_step: int
                 f"one: {shown}"
             )
         return there.get(from_step), from_step
-    early = [step for step in there if onset is not None and step <= onset]
-    if not early:
+    newest = None if onset is None else newest_checkpoint(directory.checkpoints, onset)
+    if newest is None:
         raise InputError(
             f"{directory.checkpoints}: no complete checkpoint at or before the onset, step {onset}; steps that have "
             f"one: {shown}. --from 0 starts the arms where the run started, --from STEP at one of these"
         )
-    return there[max(early)], max(early)
+    return newest, checkpoint_step(newest)
 
 
 def levels(records: Records, metric: str, begin: int, first_step: int, end: int) -> tuple[float, float] | None:

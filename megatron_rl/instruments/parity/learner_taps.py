@@ -257,9 +257,8 @@ def _tap_latent(stack: ExitStack, record: Record, number: int, attention: torch.
     def heads_of(get: Any) -> Any:
         def watched(*args: Any, **kwargs: Any) -> Any:
             tensors = get(*args, **kwargs)
-            query, key = (
-                x[..., config.qk_head_dim :] for x in tensors[:2]
-            )  # [N, b, heads, D] or, packed, [N, heads, D]
+            # [N, b, heads, D] or, packed, [N, heads, D]
+            query, key = (x[..., config.qk_head_dim :] for x in tensors[:2])
             record.keep(f"{number}.q_rope", columns(query.flatten(-2)))
             record.keep(f"{number}.k_rope", key[..., 0, :].flatten(0, -2))  # all heads have the same
             return tensors

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -161,8 +161,8 @@ def clamped_swiglu_backward(grad: Tensor, hidden: Tensor, probs: Tensor) -> tupl
     return (activated * probs[:, None]).to(hidden.dtype), grad_hidden, grad_probs
 
 
-def use_few_pass_layers(block: TransformerBlockSubmodules, biased_experts: bool = False) -> None:
-    """Put these layers into the specification of Megatron's local layers. ``biased_experts``: `BiasedExperts`."""
+def use_few_pass_layers(block: TransformerBlockSubmodules) -> None:
+    """Put these layers into the specification of Megatron's local layers."""
     block.layer_norm = FewPassRMSNorm
     for layer in block.layer_specs:
         parts = layer.submodules
@@ -175,7 +175,7 @@ def use_few_pass_layers(block: TransformerBlockSubmodules, biased_experts: bool 
             parts.self_attention.module = FewPassSelfAttention
         feed_forward = parts_of(parts.mlp)
         if hasattr(feed_forward, "experts"):
-            feed_forward.experts = of_class(feed_forward.experts, BiasedExperts if biased_experts else FewPassExperts)
+            feed_forward.experts = of_class(feed_forward.experts, FewPassExperts)
 
 
 def use_latent_attention(parts: Any) -> None:
@@ -321,15 +321,24 @@ class FewPassSelfAttention(SelfAttention):
 
 
 class Experts(torch.autograd.Function):
-    """Rows [M, H], sorted by expert → silu(x·w_gate) · (x·w_up) · prob, times w_down, [M, H], expert by expert."""
+    """Rows [M, H], sorted by expert → act(x·w₁, prob)·w₂ [M, H], expert by expert; act is `gated_silu`.
+
+    ``weights``: those of all experts' first layers, then of their second layers, then, if they have them, both layers'
+    biases likewise: act(x·w₁ + b₁, prob)·w₂ + prob·b₂, where act is `clamped_swiglu`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, counts: list[int], *weights: Tensor):
-        fc1, fc2 = weights[: len(counts)], weights[len(counts) :]
+        fc1, fc2, bias1, bias2 = _by_kind(weights, len(counts))
         hidden = x.new_empty(len(x), fc1[0].size(0))
         _each(x, fc1, counts, hidden, transposed=True)
+        for rows, bias in zip(hidden.split(counts), bias1):
+            rows.add_(bias)
         out = x.new_empty(len(x), fc2[0].size(0))
-        _each(gated_silu(hidden, probs), fc2, counts, out, transposed=True)
+        activated = clamped_swiglu(hidden, probs) if bias1 else gated_silu(hidden, probs)
+        _each(activated, fc2, counts, out, transposed=True)
+        for rows, share, bias in zip(out.split(counts), probs.to(x.dtype).split(counts), bias2):
+            rows.addr_(share, bias)
         ctx.save_for_backward(x, probs, hidden, *weights)
         ctx.counts = counts
         return out
@@ -338,15 +347,28 @@ class Experts(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor):
         x, probs, hidden, *weights = ctx.saved_tensors
         counts, grad = ctx.counts, grad.contiguous()
-        fc1, fc2 = weights[: len(counts)], weights[len(counts) :]
+        fc1, fc2, bias1, bias2 = _by_kind(weights, len(counts))
         grad_scaled = hidden.new_empty(len(hidden), hidden.size(1) // 2)
         _each(grad, fc2, counts, grad_scaled, transposed=False)
-        scaled, grad_hidden, grad_probs = gated_silu_backward(grad_scaled, hidden, probs)
-        grad_fc2 = [g.t() @ a for g, a in zip(grad.split(counts), scaled.split(counts), strict=True)]
+        activation_backward = clamped_swiglu_backward if bias1 else gated_silu_backward
+        scaled, grad_hidden, grad_probs = activation_backward(grad_scaled, hidden, probs)
+        of_expert = grad.split(counts)
+        grad_fc2 = [g.t() @ a for g, a in zip(of_expert, scaled.split(counts), strict=True)]
         grad_fc1 = [g.t() @ a for g, a in zip(grad_hidden.split(counts), x.split(counts), strict=True)]
+        grad_biases = []
+        if bias1:
+            grad_probs += torch.cat([g @ bias for g, bias in zip(of_expert, bias2, strict=True)]).to(probs.dtype)
+            grad_biases = [g.sum(dim=0) for g in grad_hidden.split(counts)]
+            shares = probs.to(x.dtype).split(counts)
+            grad_biases += [share @ g for share, g in zip(shares, of_expert, strict=True)]
         grad_x = torch.empty_like(x)
         _each(grad_hidden, fc1, counts, grad_x, transposed=False)
-        return grad_x, grad_probs, None, *grad_fc1, *grad_fc2
+        return grad_x, grad_probs, None, *grad_fc1, *grad_fc2, *grad_biases
+
+
+def _by_kind(weights: Sequence[Tensor], experts: int) -> list[Sequence[Tensor]]:
+    """Weights of the first layers, of the second layers, and their biases; these are empty where there are none."""
+    return [weights[kind * experts : (kind + 1) * experts] for kind in range(4)]
 
 
 def _each(
@@ -358,72 +380,15 @@ def _each(
 
 
 class FewPassExperts(SequentialMLP):
-    """All experts of this rank in one function. Gated SiLU without biases."""
-
-    def forward(
-        self, hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
-        weights = [expert.linear_fc1.weight for expert in self.local_experts]
-        weights += [expert.linear_fc2.weight for expert in self.local_experts]
-        return Experts.apply(hidden_states, probs, tokens_per_expert.tolist(), *weights), None
-
-
-class _BiasedExperts(torch.autograd.Function):
-    """Rows [M, H], sorted by expert → `clamped_swiglu`(x·w₁ + b₁, prob)·w₂ + prob·b₂, [M, H], expert by expert.
-
-    ``weights``: those of all experts' first layers, of their second layers, and their biases likewise.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor, counts: list[int], *weights: Tensor):
-        fc1, fc2, bias1, bias2 = _quarters(weights)
-        hidden = x.new_empty(len(x), fc1[0].size(0))
-        _each(x, fc1, counts, hidden, transposed=True)
-        for rows, bias in zip(hidden.split(counts), bias1, strict=True):
-            rows.add_(bias)
-        out = x.new_empty(len(x), fc2[0].size(0))
-        _each(clamped_swiglu(hidden, probs), fc2, counts, out, transposed=True)
-        for rows, share, bias in zip(out.split(counts), probs.to(x.dtype).split(counts), bias2, strict=True):
-            rows.addr_(share, bias)
-        ctx.save_for_backward(x, probs, hidden, *weights)
-        ctx.counts = counts
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
-        x, probs, hidden, *weights = ctx.saved_tensors
-        counts, grad = ctx.counts, grad.contiguous()
-        fc1, fc2, _, bias2 = _quarters(weights)
-        grad_scaled = hidden.new_empty(len(hidden), hidden.size(1) // 2)
-        _each(grad, fc2, counts, grad_scaled, transposed=False)
-        scaled, grad_hidden, grad_probs = clamped_swiglu_backward(grad_scaled, hidden, probs)
-        by_expert = list(zip(grad.split(counts), bias2, strict=True))
-        grad_probs += torch.cat([g @ bias for g, bias in by_expert]).to(probs.dtype)
-        shares = probs.to(x.dtype).split(counts)
-        grad_fc2 = [g.t() @ a for g, a in zip(grad.split(counts), scaled.split(counts), strict=True)]
-        grad_fc1 = [g.t() @ a for g, a in zip(grad_hidden.split(counts), x.split(counts), strict=True)]
-        grad_bias1 = [g.sum(dim=0) for g in grad_hidden.split(counts)]
-        grad_bias2 = [share @ g for share, (g, _) in zip(shares, by_expert, strict=True)]
-        grad_x = torch.empty_like(x)
-        _each(grad_hidden, fc1, counts, grad_x, transposed=False)
-        return grad_x, grad_probs, None, *grad_fc1, *grad_fc2, *grad_bias1, *grad_bias2
-
-
-def _quarters(weights: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    number = len(weights) // 4
-    return (weights[i * number : (i + 1) * number] for i in range(4))
-
-
-class BiasedExperts(SequentialMLP):
-    """All experts of this rank in one function: with biases, and gpt-oss's activation."""
+    """All experts of this rank in one function: with gated SiLU, or, where they have biases, gpt-oss's activation."""
 
     def forward(
         self, hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         layers = [expert.linear_fc1 for expert in self.local_experts]
         layers += [expert.linear_fc2 for expert in self.local_experts]
-        weights = [layer.weight for layer in layers] + [layer.bias for layer in layers]
-        return _BiasedExperts.apply(hidden_states, probs, tokens_per_expert.tolist(), *weights), None
+        weights = [layer.weight for layer in layers] + [layer.bias for layer in layers if layer.bias is not None]
+        return Experts.apply(hidden_states, probs, tokens_per_expert.tolist(), *weights), None
 
 
 class _Gather(torch.autograd.Function):

@@ -22,9 +22,9 @@ from megatron_rl.model.families.keys import (
     WINDOW,
     YES_OR_NO,
     Implemented,
-    Kind,
     Neutral,
     WithoutEffect,
+    only,
     whole,
 )
 from megatron_rl.model.families.weights import MOE_BLOCK, ROUTER_BIAS, Weight, named, packed_attention, shared_experts
@@ -59,8 +59,7 @@ _LING_MINI = {
 }
 
 
-def _only(value: Any) -> Kind:
-    return Kind(f"{value!r}, which the learner has", lambda given: type(given) is type(value) and given == value)
+_IN_LEARNER = "which the learner has"  # the reason of `only`
 
 
 def _features(values: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +96,7 @@ FAMILY = Family(
     hf_class="BailingMoeV2ForCausalLM",
     implemented={
         **IN_ALL,
-        "tie_word_embeddings": Implemented(_only(False), False),
+        "tie_word_embeddings": Implemented(only(False, _IN_LEARNER), False),
         "max_position_embeddings": Implemented(POSITIONS, 32768),
         "num_key_value_heads": Implemented(HEADS, 4),
         "head_dim": Implemented(HEADS, 128),
@@ -111,10 +110,10 @@ FAMILY = Family(
         "topk_group": Implemented(EXPERTS, REQUIRED),
         "routed_scaling_factor": Implemented(SCALE, REQUIRED),
         "use_qk_norm": Implemented(YES_OR_NO, REQUIRED),
-        "use_rmsnorm": Implemented(_only(True), REQUIRED),  # vLLM has norms of another kind without it
-        "score_function": Implemented(_only("sigmoid"), REQUIRED),
-        "moe_router_enable_expert_bias": Implemented(_only(True), REQUIRED),
-        "router_dtype": Implemented(_only("fp32"), REQUIRED),
+        "use_rmsnorm": Implemented(only(True, _IN_LEARNER), REQUIRED),  # vLLM has norms of another kind without it
+        "score_function": Implemented(only("sigmoid", _IN_LEARNER), REQUIRED),
+        "moe_router_enable_expert_bias": Implemented(only(True, _IN_LEARNER), REQUIRED),
+        "router_dtype": Implemented(only("fp32", _IN_LEARNER), REQUIRED),
         "partial_rotary_factor": Implemented(FRACTION, REQUIRED),  # read with the rotary embedding
     },
     others={

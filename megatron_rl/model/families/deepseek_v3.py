@@ -17,9 +17,9 @@ from megatron_rl.model.families.keys import (
     WIDTH,
     WINDOW,
     Implemented,
-    Kind,
     Neutral,
     WithoutEffect,
+    only,
     or_null,
     whole,
 )
@@ -107,8 +107,7 @@ _KIMI_K2 = {
 }  # its config.json has the model_type kimi_k2, and is otherwise DeepSeek-V3's
 
 
-def _only(value: str) -> Kind:
-    return Kind(f"{value!r}, which vLLM does not take for granted", lambda given: given == value)
+_NAMED = "which vLLM does not take for granted"  # the reason of `only`
 
 
 def _features(values: dict[str, Any]) -> dict[str, Any]:
@@ -174,8 +173,8 @@ FAMILY = Family(
         "first_k_dense_replace": Implemented(whole(0, 1023), 3),
         "n_group": Implemented(EXPERTS, 8),
         "topk_group": Implemented(EXPERTS, 4),
-        "topk_method": Implemented(_only("noaux_tc"), REQUIRED),
-        "scoring_func": Implemented(_only("sigmoid"), REQUIRED),
+        "topk_method": Implemented(only("noaux_tc", _NAMED), REQUIRED),
+        "scoring_func": Implemented(only("sigmoid", _NAMED), REQUIRED),
         "routed_scaling_factor": Implemented(SCALE, 2.5),
         "num_nextn_predict_layers": Implemented(whole(0, 64), 1),
     },

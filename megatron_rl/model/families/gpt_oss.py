@@ -12,13 +12,14 @@ from megatron_rl.model.families.form import Family
 from megatron_rl.model.families.keys import (
     ANYTHING,
     EXPERTS,
+    FIXED_IN_VLLM,
     HEADS,
     IN_ALL,
     POSITIONS,
     Implemented,
-    Kind,
     Neutral,
     WithoutEffect,
+    only,
     whole,
 )
 from megatron_rl.model.families.weights import (
@@ -61,12 +62,6 @@ _GPT_OSS_20B = {
 _GPT_OSS_120B = {**_GPT_OSS_20B, "num_hidden_layers": 36, "num_local_experts": 128}
 
 
-def _only(value: Any) -> Kind:
-    return Kind(
-        f"{value!r}, which vLLM has whatever it says", lambda found: type(found) is type(value) and found == value
-    )
-
-
 def _layer_types(layers: int) -> list[str]:
     return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
 
@@ -92,16 +87,16 @@ FAMILY = Family(
     hf_class="GptOssForCausalLM",
     implemented={
         **IN_ALL,
-        "rms_norm_eps": Implemented(_only(1e-5), 1e-5),
-        "tie_word_embeddings": Implemented(_only(False), False),
+        "rms_norm_eps": Implemented(only(1e-5, FIXED_IN_VLLM), 1e-5),
+        "tie_word_embeddings": Implemented(only(False, FIXED_IN_VLLM), False),
         "max_position_embeddings": Implemented(POSITIONS, 131072),
         "num_key_value_heads": Implemented(HEADS, 8),
         "head_dim": Implemented(HEADS, 64),
         "num_local_experts": Implemented(EXPERTS, 128),
         "num_experts_per_tok": Implemented(EXPERTS, 4),
         "sliding_window": Implemented(whole(2, 2**27), 128),
-        "swiglu_alpha": Implemented(_only(1.702), 1.702),
-        "swiglu_limit": Implemented(_only(7.0), 7.0),
+        "swiglu_alpha": Implemented(only(1.702, FIXED_IN_VLLM), 1.702),
+        "swiglu_limit": Implemented(only(7.0, FIXED_IN_VLLM), 7.0),
     },
     others={
         "attention_bias": Neutral((True,), "attention without biases, which vLLM always has here"),

@@ -58,6 +58,14 @@ def real(low: float, high: float, words: str) -> Kind:
     return Kind(words, lambda value: type(value) in (int, float) and math.isfinite(value) and low <= value <= high)
 
 
+def only(value: Any, why: str) -> Kind:
+    """The one ``value``, of its own type. ``why``: a clause for the message."""
+    return Kind(f"{value!r}, {why}", lambda given: type(given) is type(value) and given == value)
+
+
+FIXED_IN_VLLM = "which vLLM has whatever it says"  # the reason of `only` where vLLM does not read a key
+
+
 def or_null(kind: Kind) -> Kind:
     return Kind(f"{kind.words}, or null", lambda value: value is None or kind.fits(value))
 

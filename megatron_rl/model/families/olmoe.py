@@ -13,13 +13,14 @@ from megatron_rl.model.families import qwen2
 from megatron_rl.model.families.form import Family
 from megatron_rl.model.families.keys import (
     EXPERTS,
+    FIXED_IN_VLLM,
     HEADS,
     IN_ALL,
     POSITIONS,
     WINDOW,
     Implemented,
-    Kind,
     Neutral,
+    only,
     or_null,
 )
 from megatron_rl.model.families.weights import ATTENTION_OUTPUT, INPUT_NORM, MOE_BLOCK, QKV, WIDE_K_NORM, WIDE_Q_NORM
@@ -39,12 +40,6 @@ _OLMOE_1B_7B = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": False,
 }
-
-
-def _only(value: Any) -> Kind:
-    return Kind(
-        f"{value!r}, which vLLM has whatever it says", lambda given: type(given) is type(value) and given == value
-    )
 
 
 def _features(values: dict[str, Any]) -> dict[str, Any]:
@@ -72,8 +67,8 @@ FAMILY = Family(
     hf_class="OlmoeForCausalLM",
     implemented={
         **IN_ALL,
-        "rms_norm_eps": Implemented(_only(1e-5), 1e-5),
-        "tie_word_embeddings": Implemented(_only(False), False),
+        "rms_norm_eps": Implemented(only(1e-5, FIXED_IN_VLLM), 1e-5),
+        "tie_word_embeddings": Implemented(only(False, FIXED_IN_VLLM), False),
         "max_position_embeddings": Implemented(POSITIONS, 4096),
         "num_key_value_heads": Implemented(or_null(HEADS), None),  # null: as many as heads
         "head_dim": Implemented(HEADS, None),  # absent: hidden_size / num_attention_heads

@@ -118,7 +118,7 @@ def test_experts_with_biases_and_a_clamped_gate():
 
     def ours(rows, probs, *weights):
         by_kind = [weights[i::4] for i in (0, 2, 1, 3)]
-        return (cpu_layers._BiasedExperts.apply(rows, probs, counts, *(w for kind in by_kind for w in kind)),)
+        return (cpu_layers.Experts.apply(rows, probs, counts, *(w for kind in by_kind for w in kind)),)
 
     def reference(rows, probs, *weights):
         return (gpt_oss_experts(rows, probs, counts, weights),)
@@ -143,7 +143,7 @@ def test_types_of_outputs_and_gradients(dtype):
     grads = torch.autograd.grad(out.sum(), [rows, *experts, probs])
     assert [out.dtype, *(g.dtype for g in grads)] == [dtype] * 6 + [torch.float32]
     experts += [torch.randn(shape, dtype=dtype).requires_grad_() for shape in ((6,), (6,), (4,), (4,))]
-    out = cpu_layers._BiasedExperts.apply(rows, probs, [2, 4], *experts)
+    out = cpu_layers.Experts.apply(rows, probs, [2, 4], *experts)
     grads = torch.autograd.grad(out.sum(), [rows, *experts, probs])
     assert [out.dtype, *(g.dtype for g in grads)] == [dtype] * 10 + [torch.float32]
 
