@@ -18,7 +18,6 @@ MODULES = {
 }
 FILES = sorted(path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))
 DOORS = {
-    "checkpoint.save": ("checkpoint.shards",),
     "commands.convert": ("checkpoint.conversion",),
     "instruments.parity": ("instruments.parity.*",),
     "instruments.trace": ("instruments.fake_rank",),

@@ -110,3 +110,12 @@ def test_pruning_spares_the_newest_and_the_best(tmp_path):
 def test_setting_aside_twice(tmp_path):
     assert manifest.set_aside(write(tmp_path, 3), "damaged").name == "damaged_step_00000003"
     assert manifest.set_aside(write(tmp_path, 3), "damaged").name == "damaged_step_00000003_2"
+
+
+def test_the_newest_up_to_a_step_is_whole_and_may_be_of_that_step(tmp_path):
+    for step in (10, 20, 30):
+        write(tmp_path, step)
+    (write(tmp_path, 25) / manifest.MANIFEST_FILE).unlink()
+    newest = {step: manifest.newest_checkpoint(tmp_path, step) for step in (9, 10, 19, 20, 29, 99)}
+    steps = {step: path and manifest.checkpoint_step(path) for step, path in newest.items()}
+    assert steps == {9: None, 10: 10, 19: 10, 20: 20, 29: 20, 99: 30}

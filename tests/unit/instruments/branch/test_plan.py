@@ -55,6 +55,8 @@ def finding(signs: list[int], changes: list[int]) -> Finding:
     [
         ([80, 85], [70], 70),
         ([80], [12, 75], 75),  # what changed long before was learning
+        ([80], [60], 60),
+        ([80], [59], 80),  # 21 steps before
         ([80], [], 80),
         ([80], [84], 80),
         ([], [12], None),

@@ -42,23 +42,30 @@ def cost(planned: Workload) -> EvidenceCost:
     return evidence_cost(planned, own_code(planned), CHECKPOINT)
 
 
-@pytest.mark.parametrize(("routed", "minibatches", "top_k"), [(False, 1, 0), (False, 2, 0), (True, 1, 0), (True, 2, 4)])
-def test_a_batch_has_the_planned_bytes(tmp_path, routed, minibatches, top_k):
+@pytest.mark.parametrize(
+    ("routing", "minibatches", "top_k"),
+    [
+        ({}, 1, 0),
+        ({}, 2, 0),
+        ({"telemetry": True}, 1, 0),
+        ({"telemetry": True}, 2, 4),
+        ({"replay": "r2"}, 1, 0),  # R2's routes are of the pass for old log-probs
+    ],
+)
+def test_a_batch_has_the_planned_bytes(tmp_path, routing, minibatches, top_k):
     batch = stored_rollouts(0, minibatches=minibatches)
     for s in batch.sequences:
         s.current_logprobs = s.inference_logprobs
-        s.old_logprobs = s.inference_logprobs if minibatches > 1 else None
+        s.old_logprobs = s.inference_logprobs if minibatches > 1 or "replay" in routing else None
         s.kept_tokens = np.zeros((s.response_length, top_k + SPARE_CANDIDATES), np.int32) if top_k else None
-    if routed:
+    if routing:
         with_routes(batch, random_routes(batch))
     arrays = load_file(record_batch(tmp_path, batch, 0).with_suffix(".safetensors"))
     responses = sum(s.response_length for s in batch.sequences)
     rollout = {"num_samples": 2} | ({"kept_sets": True, "top_k": top_k} if top_k else {})
     planned = replace(
         work(OFF),
-        recipe=tiny_recipe(
-            batch={"prompts": 12, "minibatches": minibatches}, rollout=rollout, routing={"telemetry": routed}
-        ),
+        recipe=tiny_recipe(batch={"prompts": 12, "minibatches": minibatches}, rollout=rollout, routing=routing),
         architecture=read_architecture(MODEL),
         mean_response=responses / 24,
         mean_prompt=(batch.num_tokens - responses) / 24,

@@ -40,6 +40,14 @@ def test_a_stage_goes_by_what_its_rank_holds(stage, holders, driver):
     assert costs.host_node == 8 * costs.host_rank
 
 
+@pytest.mark.parametrize(("updates", "replay", "passes"), [(1, "r3", 1), (4, "r3", 2), (1, "r2", 2)])
+def test_work_of_a_pass_is_done_again_in_the_pass_for_old_log_probs(updates, replay, passes):
+    """Which several updates need, and R2 for its routes."""
+    planned = work(R3, "h100-80", f"batch.minibatches={updates}", f"routing.replay={replay}")
+    costs = own_code(planned, record("pack", seconds=[0.0, 0.0, 0.0, 1.0, 0.0]))
+    assert costs.seconds == passes * 2048
+
+
 SERVED = ("rollout.engine=vllm_server", "rollout.servers.count=4")
 
 
