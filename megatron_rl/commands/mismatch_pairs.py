@@ -144,7 +144,7 @@ def measure_pair(
     """Generate with the engine's current weights, put it to sleep, score with the learner, and return the results."""
     groups = generator.rollout(prompts, recipe.rollout.num_samples, policy_version=version, step=0)
     generator.sleep()
-    batch = build_batch(0, everywhere(groups), recipe)
+    batch = build_batch(0, everywhere(groups), recipe.batch, recipe.objective)
     engine_routes = [s.routed_experts for s in batch.sequences]
     watched = recipe.routing.telemetry
     scored = learner.compute_logprobs(batch, routing="record" if watched else "native")

@@ -272,7 +272,9 @@ def generate(recipe: Recipe, learner: Learner, generator: Generator) -> Batch:
 
     prompts = list(load_train(recipe.data, load_tokenizer(str(recipe.model.path))))[:PROMPTS]
     groups = generator.rollout(prompts, SAMPLES, policy_version=learner.num_updates, step=0)
-    return build_batch(0, everywhere(groups), recipe)  # few and short: every rank compares them all
+    return build_batch(
+        0, everywhere(groups), recipe.batch, recipe.objective
+    )  # few and short: every rank compares them all
 
 
 def distances(batch: Batch, learner: Learner, reference: Learner) -> Distances:

@@ -28,7 +28,7 @@ from megatron_rl.process.devices import barrier_devices, local_gpu
 from megatron_rl.process.host import write_whole
 
 if TYPE_CHECKING:
-    from megatron_rl.config import Recipe
+    from megatron_rl.config.learner import LearnerConfig, ParallelConfig
     from megatron_rl.model.architecture import Architecture
 
 
@@ -51,8 +51,8 @@ def rates(setting: Setting) -> Outcome:
     architecture, _ = shape_of(recipe.model.path)
     device = torch.device(setting.device)
     name, gib = _device(device)
-    products, tokens = _products(recipe, architecture, device)
-    attention, length = _attention(recipe, architecture, device)
+    products, tokens = _products(recipe.learner, architecture, device)
+    attention, length = _attention(recipe.learner, architecture, recipe.rollout.max_response_length, device)
     copies = _copies(device)
     dtype = {"fp16": "bf16"}.get(recipe.learner.dtype, recipe.learner.dtype)
     return passed(
@@ -69,10 +69,9 @@ def rates(setting: Setting) -> Outcome:
     )
 
 
-def layer_products(recipe: Recipe, a: Architecture, tokens: int) -> list[tuple[int, int, int, int]]:
+def layer_products(p: ParallelConfig, a: Architecture, tokens: int) -> list[tuple[int, int, int, int]]:
     """Return number, rows, inner width and columns of each product of a layer on one rank; experts are multiplied
     together, with equally many rows each."""
-    p = recipe.learner.parallel
     query, key = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     attention = [
         (1, tokens, a.hidden_size, (query + 2 * key) // p.tensor),
@@ -92,29 +91,30 @@ def operations(products: list[tuple[int, int, int, int]]) -> float:
     return sum(2.0 * number * rows * inner * columns for number, rows, inner, columns in products)
 
 
-def _products(recipe: Recipe, a: Architecture, device: Any) -> tuple[float, int]:
+def _products(config: LearnerConfig, a: Architecture, device: Any) -> tuple[float, int]:
     """Return operations per second of a layer's products, and the tokens that they had."""
     import torch
 
-    tokens = recipe.learner.max_tokens_per_microbatch
-    while tokens > MIN_TOKENS and operations(layer_products(recipe, a, tokens)) > OPERATIONS[device.type]:
+    tokens = config.max_tokens_per_microbatch
+    while tokens > MIN_TOKENS and operations(layer_products(config.parallel, a, tokens)) > OPERATIONS[device.type]:
         tokens //= 2
-    products, seconds = layer_products(recipe, a, tokens), 0.0
+    products, seconds = layer_products(config.parallel, a, tokens), 0.0
     for number, rows, inner, columns in products:
-        left = _filled((number, rows, inner), recipe, device)
-        right = _filled((number, inner, columns), recipe, device)
+        left = _filled((number, rows, inner), config.dtype, device)
+        right = _filled((number, inner, columns), config.dtype, device)
         seconds += _seconds(lambda left=left, right=right: torch.bmm(left, right), device)
     return operations(products) / seconds, tokens
 
 
-def _attention(recipe: Recipe, a: Architecture, device: Any) -> tuple[float, int]:
-    """Return operations per second of causal attention, counted as `plan` does, and the length of its sequence."""
+def _attention(config: LearnerConfig, a: Architecture, most_tokens: int, device: Any) -> tuple[float, int]:
+    """Return operations per second of causal attention, counted as `plan` does, and the length of its
+    sequence, which is ``most_tokens`` or what this device does in a moment."""
     import torch
 
-    heads, length = max(1, a.num_heads // recipe.learner.parallel.tensor), recipe.rollout.max_response_length
+    heads, length = max(1, a.num_heads // config.parallel.tensor), most_tokens
     while length > MIN_TOKENS and 2.0 * heads * a.head_dim * length**2 > OPERATIONS[device.type]:
         length //= 2
-    query, key, value = (_filled((1, heads, length, a.head_dim), recipe, device) for _ in range(3))
+    query, key, value = (_filled((1, heads, length, a.head_dim), config.dtype, device) for _ in range(3))
 
     def attend() -> None:
         torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -131,12 +131,12 @@ def _copies(device: Any) -> float:
     return 2 * source.numel() / _seconds(lambda: target.copy_(source), device)
 
 
-def _filled(shape: tuple[int, ...], recipe: Recipe, device: Any) -> Any:
+def _filled(shape: tuple[int, ...], dtype: str, device: Any) -> Any:
     """Return random numbers: a GPU is faster on zeros, whose bits do not change."""
     import torch
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    return torch.randn(shape, device=device).to(dtypes[recipe.learner.dtype])
+    return torch.randn(shape, device=device).to(dtypes[dtype])
 
 
 def _seconds(call: Callable[[], Any], device: Any) -> float:

@@ -126,7 +126,7 @@ def judge(run: Run, step: int, before: Snapshot) -> dict[str, float]:
     run.score(groups, step)
     with run.monitor.phase("acceptance"):
         generator.sleep()
-        batch = build_batch(step, everywhere(groups), run.recipe)
+        batch = build_batch(step, everywhere(groups), run.recipe.batch, run.recipe.objective)
         gap = post_update_gap(batch.sequences, learner.compute_logprobs(batch))
     tolerance = tolerance_at(config, step)
     is_kept = gap >= -tolerance

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_rl.config import Recipe
-from megatron_rl.config.sections import OversampleConfig
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.sections import BatchConfig, OversampleConfig
 from megatron_rl.data import MixedSampler, PromptSampler, PromptSet
 from megatron_rl.errors import InputError
 from megatron_rl.process.ranks import gather_objects
@@ -387,13 +387,18 @@ def _leg_metrics(kept: list[_Ready]) -> dict[str, float]:
     return sum(counts, LegCounts()).metrics(sum(len(item.group.rollouts) for item in kept)) if counts else {}
 
 
-def make_lookahead(recipe: Recipe, prompts: PromptSampler | MixedSampler, generator: Generator) -> Lookahead:
-    """What samples the batches of ``recipe``."""
-    batch, rollout = recipe.batch, recipe.rollout
+def make_lookahead(
+    batch: BatchConfig,
+    rollout: RolloutConfig,
+    num_steps: int,
+    prompts: PromptSampler | MixedSampler,
+    generator: Generator,
+) -> Lookahead:
+    """What samples the batches of a run of ``num_steps`` as its sections say."""
     shared = {
         "num_samples": rollout.num_samples,
         "max_staleness": rollout.max_staleness,
-        "num_steps": recipe.num_steps,
+        "num_steps": num_steps,
     }
     if batch.oversample is not None:
         return Oversampling(prompts, generator, batch.oversample, num_prompts=batch.prompts, **shared)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,7 @@ from megatron_rl.checkpoint.hf_folder import resolve_stop_token_ids
 from megatron_rl.checkpoint.manifest import list_checkpoints
 from megatron_rl.config import Recipe
 from megatron_rl.config.recipe import section_problems
+from megatron_rl.config.sections import BatchConfig
 from megatron_rl.data import PromptSet, check_vocabulary, load_tokenizer, load_train, load_validation
 from megatron_rl.errors import InputError, shown
 from megatron_rl.monitor.run_directory import RunDirectory
@@ -76,7 +77,12 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
     names = {prompt.data_source for prompt in first}
     with Rewarder(recipe.reward, recipe.rollout.max_response_length, names) as rewarder:
         trial = rewarder.try_on(first)
-        report = [*checked.report, *notes, *_report(recipe, train, validation, trial, _ends(recipe, tokenizer))]
+        about_data = [
+            _data_line(train, validation, recipe.data.prompt.max_length, recipe.validation.limit),
+            *(("repeats", note) for note in _repeats(recipe.batch, recipe.data.weights, train)),
+            *_trial_lines(trial, _ends(recipe.model.path, recipe.rollout.stop_token_ids, tokenizer)),
+        ]
+        report = [*checked.report, *notes, *about_data]
         yield Prepared(recipe, checked, tokenizer, train, validation, rewarder, report)
 
 
@@ -106,7 +112,7 @@ def report(
         lines = check_recipe(recipe, world_size, offline=True).report
         return lines if can_tokenize else [*lines, ("not tried", "prompts and reward: transformers is not installed")]
     with prepare(recipe, world_size) as prepared:
-        there = _run_there(prepared.recipe, prepared)
+        there = _run_there(prepared)
     if free_gib is not None:
         from megatron_rl.learner.compare_logits import witness
 
@@ -115,8 +121,9 @@ def report(
     return [*prepared.report, *there]
 
 
-def _run_there(recipe: Recipe, prepared: Prepared) -> list[tuple[str, str]]:
+def _run_there(prepared: Prepared) -> list[tuple[str, str]]:
     """What `train` would go on from. Raises `InputError` where it would refuse to."""
+    recipe = prepared.recipe
     directory = RunDirectory(recipe.run_dir)
     directory.check()
     if not has_begun(directory):
@@ -130,27 +137,27 @@ def _run_there(recipe: Recipe, prepared: Prepared) -> list[tuple[str, str]]:
     return [("there", f"{directory.root} goes on from step {step}"), *(("", line) for line in comparison.lines)]
 
 
-def _report(recipe: Recipe, train: PromptSet, validation: PromptSet, trial: Trial, ends: str) -> list[tuple[str, str]]:
+def _data_line(train: PromptSet, validation: PromptSet, max_length: int, limit: int | None) -> tuple[str, str]:
     longest = max(train.lengths.max(initial=0), validation.lengths.max(initial=0))
+    return (
+        "data",
+        f"{_count(train)} to train on ({_names(train)}), {_count(validation)} to validate on"
+        + (f", the first {limit} of them used" if limit else "")
+        + f"; the longest has {longest} of at most {max_length} tokens",
+    )
+
+
+def _trial_lines(trial: Trial, ends: str) -> list[tuple[str, str]]:
     value = f"{trial.reward:g} for the response {_short(trial.response)}"
-    notes = [("repeats", note) for note in _repeats(recipe, train)]
     return [
-        (
-            "data",
-            f"{_count(train)} to train on ({_names(train)}), {_count(validation)} to validate on"
-            + (f", the first {recipe.validation.limit} of them used" if recipe.validation.limit else "")
-            + f"; the longest has {longest} of at most {recipe.data.prompt.max_length} tokens",
-        ),
-        *notes,
         ("prompt", f"{trial.prompt.id}: {_short(trial.prompt.text)}, {len(trial.prompt.tokens)} tokens{ends}"),
         ("answer", _short(trial.prompt.answer)),
         ("reward", value if trial.reward > 0 else f"{value}: a right answer is not rewarded"),
     ]
 
 
-def _repeats(recipe: Recipe, train: PromptSet) -> list[str]:
+def _repeats(batch: BatchConfig, weights: Mapping[str, float] | None, train: PromptSet) -> list[str]:
     """What to say where a step asks for a prompt more than once. Each time it is sampled with other random numbers."""
-    batch, weights = recipe.batch, recipe.data.weights
     again = "; each is sampled anew, but its groups count as if they were different prompts"
     repeats = []
     for name, rows in train.rows_of_names(list(weights)).items() if weights else ():
@@ -170,9 +177,9 @@ def _repeats(recipe: Recipe, train: PromptSet) -> list[str]:
     return repeats
 
 
-def _ends(recipe: Recipe, tokenizer: Any) -> str:
+def _ends(model: Path, stop_token_ids: list[int] | None, tokenizer: Any) -> str:
     """What to say where responses do not end with the tokenizer's own end of sequence."""
-    stops, own = resolve_stop_token_ids(recipe.rollout.stop_token_ids, recipe.model.path), tokenizer.eos_token_id
+    stops, own = resolve_stop_token_ids(stop_token_ids, model), tokenizer.eos_token_id
     if own is None or own in stops:
         return ""
     return f"; responses end with tokens {stops}, not with the tokenizer's {tokenizer.eos_token!r} ({own})"

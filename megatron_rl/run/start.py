@@ -239,7 +239,7 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
         sampler = make_sampler(prepared.train, recipe.data)
         device = initialize(recipe.learner.parallel, recipe.runtime.device, recipe.seed, recipe.rollout.hang_limit_s)
         stack.callback(shutdown)
-        beginning = _begin(stack, recipe, prepared, directory, resume, allow_changes)
+        beginning = _begin(stack, prepared, directory, resume, allow_changes)
         if beginning is None:
             yield None
             return
@@ -283,8 +283,8 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
         stack.callback(generator.close)
         if prepared.rewarder.has_functions and isinstance(generator, AnnouncingGenerator):
             generator.announce_to(prepared.rewarder.begin, whole_groups=recipe.batch.oversample is not None)
-        _confirm_precision(recipe, prepared, learner, generator, monitor)
-        ahead = make_lookahead(recipe, sampler, generator)
+        _confirm_precision(prepared, learner, generator, monitor)
+        ahead = make_lookahead(recipe.batch, recipe.rollout, recipe.num_steps, sampler, generator)
         saving = Saving(recipe.checkpoint, directory.checkpoints, learner, monitor.log)
         stack.callback(saving.leave)
         run = Run(
@@ -329,7 +329,6 @@ class _Beginning:
 
 def _begin(
     stack: contextlib.ExitStack,
-    recipe: Recipe,
     prepared: Prepared,
     directory: RunDirectory,
     resume: str,
@@ -339,6 +338,7 @@ def _begin(
     lock = RunLock(directory.lock)
     stack.callback(lock.release)
     note = on_main_rank(lock.acquire)
+    recipe = prepared.recipe
     now = contents(recipe, prepared.train, prepared.validation) if world_rank() == 0 else {}
     changes, complete = on_main_rank(partial(_settle, directory, recipe, now, resume, allow_changes))
     if complete:
@@ -350,11 +350,9 @@ def _begin(
     return _Beginning(checkpoint, step, now, [line for line in (note, *notes, *changes) if line])
 
 
-def _confirm_precision(
-    recipe: Recipe, prepared: Prepared, learner: Learner, generator: Generator, monitor: Monitor
-) -> None:
+def _confirm_precision(prepared: Prepared, learner: Learner, generator: Generator, monitor: Monitor) -> None:
     """Hold what the engines say of their precision against the recipe; log what was not known at the start."""
-    stated = contract(recipe, prepared.checked.architecture)
+    stated = contract(prepared.recipe, prepared.checked.architecture)
     for row in confirm_contract(stated, learner.describe_precision(), generator.describe_precision()):
         if (row.aspect, str(row)) not in prepared.report:
             monitor.log(f"{row.aspect}: {row}")

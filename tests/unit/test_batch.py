@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_rl.batch import build_batch, build_unscored_batch, give_scores, group_metrics, keep_informative
+from megatron_rl.config import ObjectiveConfig
 from megatron_rl.config.objective import ObjectiveWarning
+from megatron_rl.config.sections import BatchConfig
 from megatron_rl.monitor.samples import rollout_metrics
 from megatron_rl.types import Group, Prompt, Rollout
 from tests.support.tiny import tiny_recipe
@@ -33,8 +35,8 @@ def scored(name: str, *rewards: float | None) -> Group:
 def test_advantages_are_those_of_a_group_without_it(advantage):
     with pytest.warns(ObjectiveWarning) if advantage == "min_variance" else nullcontext():
         recipe = tiny_recipe(objective={"advantage": advantage})
-    with_it = build_batch(0, [scored("p", 1.0, None, 0.0, 0.5), scored("q", 0.0, 1.0)], recipe)
-    without = build_batch(0, [scored("p", 1.0, 0.0, 0.5), scored("q", 0.0, 1.0)], recipe)
+    with_it = build_batch(0, [scored("p", 1.0, None, 0.0, 0.5), scored("q", 0.0, 1.0)], recipe.batch, recipe.objective)
+    without = build_batch(0, [scored("p", 1.0, 0.0, 0.5), scored("q", 0.0, 1.0)], recipe.batch, recipe.objective)
     kept = [sequence for place, sequence in enumerate(with_it.sequences) if place != 1]
     assert [s.advantage for s in kept] == [s.advantage for s in without.sequences]
     assert (with_it.sequences[1].advantage, with_it.sequences[1].num_trained) == (0.0, 0)
@@ -46,7 +48,7 @@ def test_the_weight_of_a_prompt_multiplies_its_advantages():
     def of(weight: float) -> list[float]:
         groups = [scored("p", 1.0, 0.0, 0.5), scored("q", 0.0, 1.0)]
         groups[0].prompt = replace(groups[0].prompt, weight=weight)
-        return [sequence.advantage for sequence in build_batch(0, groups, tiny_recipe()).sequences]
+        return [sequence.advantage for sequence in build_batch(0, groups, BatchConfig(), ObjectiveConfig()).sequences]
 
     plain = of(1.0)
     assert of(0.25) == [*(0.25 * advantage for advantage in plain[:3]), *plain[3:]]
@@ -54,10 +56,10 @@ def test_the_weight_of_a_prompt_multiplies_its_advantages():
 
 
 def test_what_is_left_alone_has_no_baseline():
-    batch = build_batch(0, [scored("p", 1.0, None), scored("q", 0.0, 1.0)], tiny_recipe())
+    batch = build_batch(0, [scored("p", 1.0, None), scored("q", 0.0, 1.0)], BatchConfig(), ObjectiveConfig())
     assert [sequence.num_trained for sequence in batch.sequences] == [0, 0, 2, 2]
     assert batch.sequences[0].advantage == 0.0
-    nothing = build_batch(0, [scored("p", None, None)], tiny_recipe())
+    nothing = build_batch(0, [scored("p", None, None)], BatchConfig(), ObjectiveConfig())
     assert [sequence.num_trained for sequence in nothing.sequences] == [0, 0]
 
 
@@ -70,11 +72,12 @@ def test_scores_that_come_late_make_the_same_batch():
         return made
 
     recipe = tiny_recipe()
-    expected, batch = build_batch(0, groups(), recipe), build_unscored_batch(0, groups(), recipe)
+    expected = build_batch(0, groups(), recipe.batch, recipe.objective)
+    batch = build_unscored_batch(0, groups(), recipe.batch)
     assert [s.num_trained for s in batch.sequences] == [1, 2, 2, 2, 2]
     for sequence in batch.sequences[1:3]:
         sequence.tokens = sequence.loss_mask = None
-    give_scores(batch, groups(), recipe)
+    give_scores(batch, groups(), recipe.objective)
     for found, due in zip(batch.sequences, expected.sequences, strict=True):
         assert (found.advantage, found.reward, found.num_trained) == (due.advantage, due.reward, due.num_trained)
         assert found.loss_mask is None or np.array_equal(found.loss_mask, due.loss_mask)

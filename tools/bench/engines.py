@@ -77,7 +77,7 @@ def bench_generation(generator: Any, prompts: list, group: int, rounds: int) -> 
 
 
 def bench_update(learner: Learner, groups: list, rounds: int) -> None:
-    batch = build_batch(0, groups, learner.recipe)
+    batch = build_batch(0, groups, learner.recipe.batch, learner.recipe.objective)
     indices = list(range(len(batch.sequences)))
     mode = learner._routing_mode(updating=True)
     num_tokens = sum(s.response_length for s in batch.sequences)

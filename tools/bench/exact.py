@@ -64,7 +64,7 @@ def compare_engines(dtype: str, sizes: list[int], tokens: int, rounds: int) -> N
         def generate(generator: Generator, prompts: list[Prompt] = prompts) -> list[Group]:
             return generator.rollout(prompts, 1, policy_version=0, step=0)
 
-        batch = build_batch(0, generate(cached), exact.recipe)
+        batch = build_batch(0, generate(cached), exact.recipe.batch, exact.recipe.objective)
         sides = {
             "vllm": partial(generate, vllm),
             "cached": partial(generate, cached),

@@ -87,7 +87,7 @@ class Case:
         self.learner = Learner(recipe)
         self.groups = make_groups(num_sequences, length, self.learner.architecture.vocab_size)
         self.recipe, self.indices = recipe, list(range(num_sequences))
-        self.batch = build_batch(0, self.groups, recipe)
+        self.batch = build_batch(0, self.groups, recipe.batch, recipe.objective)
 
     def parts(self) -> dict[str, Callable[[], object]]:
         return {
@@ -98,7 +98,7 @@ class Case:
         }
 
     def pack(self) -> None:
-        batch = build_batch(0, self.groups, self.recipe)
+        batch = build_batch(0, self.groups, self.recipe.batch, self.recipe.objective)
         self.learner.passes.microbatches(batch, self.indices, "native")
         minibatch_denominators(batch.sequences, self.recipe.objective)
 

@@ -204,7 +204,7 @@ class _Step:
             score_shared(self.rewarder, groups)
         with meter.stage("batch"):
             group_metrics(groups)
-            batch = build_batch(0, groups, recipe)
+            batch = build_batch(0, groups, recipe.batch, recipe.objective)
             release_routes(groups)
         makes_pass = recipe.objective.needs_old_logprobs(len(batch.minibatches))
         with meter.stage("exchange"):

@@ -104,7 +104,7 @@ def _sample(generator: VllmGenerator, prompts: list, num_samples: int, version: 
     groups = generator.rollout(prompts, num_samples, policy_version=version, step=0)
     for i, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
         rollout.reward = float(i % 2)  # untrained models earn nothing; some advantage is needed
-    return build_batch(0, groups, recipe)
+    return build_batch(0, groups, recipe.batch, recipe.objective)
 
 
 def _rho_std(logprobs: list[np.ndarray], batch: Batch) -> float:

@@ -81,7 +81,7 @@ def rewarded(groups: list[Group]) -> list[Group]:
 
 
 def batch_of(learner: Learner, groups: list[Group]):
-    return build_batch(0, groups, learner.recipe)
+    return build_batch(0, groups, learner.recipe.batch, learner.recipe.objective)
 
 
 def bits_over_batches(dtype: str, parallel: dict[str, int], sizes: list[int], **sections: Any) -> dict[str, Any]:

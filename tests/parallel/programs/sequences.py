@@ -246,7 +246,8 @@ def scored(owners: list[int | None]) -> dict[str, Any]:
     with Rewarder(config, 8) as rewarder:
         scores = score_shared(rewarder, groups)
     share_repetition(groups, 2)
-    batch = build_batch(0, groups, tiny_recipe(rollout={"num_samples": len(owners)}))
+    recipe = tiny_recipe(rollout={"num_samples": len(owners)})
+    batch = build_batch(0, groups, recipe.batch, recipe.objective)
     for s in batch.sequences:
         s.holder = s.owner
         s.current_logprobs = None if s.tokens is None else s.inference_logprobs + np.float32(0.5)

@@ -130,7 +130,9 @@ def test_a_weight_multiplies_the_groups_advantages():
         return Group(Prompt(name, [1], "0", weight=weight), responses)
 
     recipe = tiny_recipe()
-    plain, weighted = (build_batch(0, [group("a", w), group("b", 1.0)], recipe).sequences for w in (1.0, 3.0))
+    plain, weighted = (
+        build_batch(0, [group("a", w), group("b", 1.0)], recipe.batch, recipe.objective).sequences for w in (1.0, 3.0)
+    )
     assert [s.advantage for s in weighted] == [s.advantage * w for s, w in zip(plain, (3.0, 3.0, 1.0, 1.0))]
     assert any(s.advantage for s in plain)
 

@@ -35,14 +35,16 @@ def test_products_are_those_of_a_layer_on_one_rank():
     ranks of a quarter of the rows sent it."""
     recipe = load_recipe(MOE)
     architecture = shape_of(recipe.model.path)[0]
-    assert rates.layer_products(recipe, architecture, 8192) == [
+    assert rates.layer_products(recipe.learner.parallel, architecture, 8192) == [
         (1, 8192, 2048, (4096 + 2 * 512) // 4),
         (1, 8192, 1024, 2048),
         (16, 8192 * 8 * 8 // (4 * 128), 2048, 2 * 768),
         (16, 1024, 768, 2048),
     ]
     single = load_recipe(MOE, ["learner.parallel={tensor: 1, expert: 1, expert_tensor: 1}"])
-    counted = rates.operations(rates.layer_products(single, architecture, 128)) * architecture.num_layers
+    counted = (
+        rates.operations(rates.layer_products(single.learner.parallel, architecture, 128)) * architecture.num_layers
+    )
     in_layers = active_parameters(architecture) - architecture.vocab_size * architecture.hidden_size
     assert counted == pytest.approx(2 * 128 * in_layers, rel=0.005)  # norms and routers are left out
 

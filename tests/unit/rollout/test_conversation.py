@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from megatron_rl.batch import build_batch
+from megatron_rl.config import ObjectiveConfig
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.sections import BatchConfig
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture
 from megatron_rl.rollout.conversation import Client, Requests, Talk, Turn, hold, load_talk, turn_seed
@@ -19,7 +21,7 @@ from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.requests import Request, elsewhere, make_rollout
 from megatron_rl.routing import route_checksums
 from megatron_rl.types import Group, Prompt
-from tests.support.tiny import MODEL, tiny_recipe
+from tests.support.tiny import MODEL
 
 LIMIT = 8  # rollout.max_response_length
 PROBLEM = Prompt(id="p:0", tokens=[5, 6], answer="", text="")
@@ -127,7 +129,7 @@ def test_a_response_of_several_turns_is_sealed_and_masked():
     masked.masked = True
     for reward, one in enumerate((rollout, away, masked)):
         one.reward = float(reward)
-    batch = build_batch(0, [Group(PROBLEM, [rollout, away, masked])], tiny_recipe())
+    batch = build_batch(0, [Group(PROBLEM, [rollout, away, masked])], BatchConfig(), ObjectiveConfig())
     here, there, out = batch.sequences
     assert here.loss_mask.tolist() == [True, True, False, True]
     assert [s.num_trained for s in batch.sequences] == [3, 3, 0]

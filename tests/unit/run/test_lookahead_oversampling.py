@@ -332,8 +332,9 @@ def test_abort_needs_no_staleness_and_may_ask_for_more():
     oversample = {"factor": 3.0, "rest": "abort"}
     recipe = tiny_recipe(rollout={"engine": "vllm_server"}, batch={"oversample": oversample, "prompts": 16})
     assert recipe.batch.prompts_of_a_round == 48
-    assert isinstance(make_lookahead(recipe, PromptSampler(PROMPTS), Servers()), Oversampling)
-    assert type(make_lookahead(tiny_recipe(), PromptSampler(PROMPTS), Servers())) is Lookahead
+    for config, kind in ((recipe.batch, Oversampling), (tiny_recipe().batch, Lookahead)):
+        ahead = make_lookahead(config, recipe.rollout, recipe.num_steps, PromptSampler(PROMPTS), Servers())
+        assert type(ahead) is kind
 
 
 def test_failed_rewards_are_judged_over_the_step():

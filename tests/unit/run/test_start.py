@@ -62,7 +62,7 @@ def test_a_batch_that_is_scored_late_is_scored_before_its_first_update():
     calls, zeros = [], np.zeros(2, np.float32)
     groups = [Group(Prompt("p", [1], ""), [Rollout("p", i, np.ones(2), zeros, "stop", zeros) for i in range(2)])]
     recipe = tiny_recipe(**SEVERAL)
-    batch = build_unscored_batch(0, groups, recipe)
+    batch = build_unscored_batch(0, groups, recipe.batch)
 
     def learn(batch, complete):
         calls.append([sequence.advantage for sequence in batch.sequences])
