@@ -95,14 +95,20 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
     packed.set_defaults(action=_pack)
     report = commands.add_parser("report", help="Draw the figure and write the table of what was run.")
     report.set_defaults(action=_report)
-    docs = commands.add_parser("docs", help="Write the pages and verdicts of docs/lab from the runs in docs/lab/runs.")
+    docs = commands.add_parser("docs", help="Write the pages of docs/lab from the runs in docs/lab/runs.")
     docs.set_defaults(action=_write_docs)
     for command in (start, again, power, plan, packed, report):
         command.add_argument(
             "study", type=Path, metavar="STUDY", help="Read this study file, or the one in this folder."
         )
-    for command in (start, again, packed, report):
+    for command in (start, again, packed):
         command.add_argument("--out", type=Path, help="Use this folder of the study's runs (default: runs/lab/STUDY).")
+    report.add_argument(
+        "--out",
+        type=Path,
+        help="Use this folder of the study's runs (default: runs/lab/STUDY), or print the report on a file of `lab "
+        "pack`.",
+    )
     power.add_argument("--out", type=Path, help="Take the spread from these runs: a folder, or a file of `lab pack`.")
 
 
@@ -281,10 +287,15 @@ def _pack(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from megatron_rl.instruments.lab.report import write_report
+    from megatron_rl.instruments.lab.archive import read_packed
+    from megatron_rl.instruments.lab.report import render, write_report
 
     loaded = load_study(options.study)
-    _say_written(write_report(loaded, _root(options, loaded.study.name)))
+    root = _root(options, loaded.study.name)
+    if root.is_file():
+        print(render(read_packed(loaded, root)), end="")
+    else:
+        _say_written(write_report(loaded, root))
     return EXIT_DONE
 
 

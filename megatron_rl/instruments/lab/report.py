@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab.archive import read_packed
 from megatron_rl.instruments.lab.jobs import LoadedStudy
 from megatron_rl.instruments.lab.results import Effect, Results, read_results
-from megatron_rl.instruments.lab.study import DEFAULT_METRICS
+from megatron_rl.instruments.lab.study import DEFAULT_METRICS, Study
 from megatron_rl.monitor.plots import PANELS, Curves, Panel, draw_panel, group_handles, legend_below
 
 # A study's figure: a block per `figure` entry, a panel per metric, means over seeds with bands from lowest to highest.
@@ -109,13 +110,18 @@ def render(results: Results) -> str:
 
 
 def _what_was_run(results: Results) -> Iterator[str]:
+    yield f"Claim: {results.study.study.claim}\n"
+    yield f"Setting: {results.study.study.setting}\n"
+    yield from _runs(results)
+
+
+def _runs(results: Results) -> Iterator[str]:
+    """Yield arms, seeds, steps and cores, then whatever sets some runs apart: their code, their end, their origin."""
     study = results.study.study
-    seeds = sorted({seed for by_seed in results.records.values() for seed in by_seed})
     hardware = results.environment.get("hardware", {})
     cores = f", {hardware['cores']} CPU cores" if "cores" in hardware else ""
-    yield f"Claim: {study.claim}\n"
-    yield f"Setting: {study.setting}\n"
-    yield f"{len(study.arms)} arms, seeds {', '.join(map(str, seeds))}, {results.num_steps} steps each{cores}."
+    seeds = _ranges(sorted({seed for by_seed in results.records.values() for seed in by_seed}))
+    yield f"{len(study.arms)} arms, seeds {seeds}, {results.num_steps} steps each{cores}."
     for name, arm in study.arms.items():
         for key, yoke in arm.yoked.items():
             yield f"{name}: {key} is, in each seed, the {yoke.outcome} of {yoke.arm}."
@@ -127,12 +133,21 @@ def _what_was_run(results: Results) -> Iterator[str]:
     if results.ended:
         yield f"Ended by an alarm or limit: {', '.join(results.ended)}."
     if results.reused:
-        yield f"Taken over from another study's runs of the same recipe: {', '.join(results.reused)}."
+        arms = Counter(name.rpartition("-seed")[0] for name in results.reused)
+        runs = ", ".join(f"{number} of {arm}" for arm, number in arms.items())
+        yield f"Runs taken over from another study with the same recipe: {runs}."
     if results.unfinished:
         if results.gate_passed is False:
             yield f"The gate failed, so that {len(results.unfinished)} runs of the other arms were not made."
         else:
             yield f"Not finished and not counted: {', '.join(results.unfinished)}."
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return "0 to 9" for consecutive numbers, else all of them."""
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
 
 
 def _values_table(results: Results) -> Iterator[str]:
@@ -165,7 +180,11 @@ def _decisions_table(results: Results) -> Iterator[str]:
             f"| {decision.name} | {decision.against} | {decision.outcome} | {cells} | {decision.expected} | "
             f"{decision.p_holm:.2g} | {decision.verdict} |"
         )
-    margins = [f"{name} {how.margin:g}" for name, how in study.outcomes.items() if how.margin is not None]
+    yield from _margins(study, study.outcomes)
+
+
+def _margins(study: Study, outcomes: Iterable[str]) -> Iterator[str]:
+    margins = [f"{name} {margin:g}" for name in outcomes if (margin := study.outcomes[name].margin) is not None]
     margins += [f"{name} {trend.margin:g}" for name, trend in study.trends.items() if trend.margin is not None]
     if margins:
         yield f"\nLargest difference that counts as none: {', '.join(margins)}."
@@ -210,37 +229,65 @@ def _caveat(results: Results) -> Iterator[str]:
     )
 
 
-VERDICTS = "verdicts"  # name of the table and of its page
+def render_page(results: Results) -> str:
+    """Return what a study's page in docs/lab has of its runs: figure, claim, and the comparisons that decide."""
+    study = results.study.study
+    recipes = f"recipes/lab/{study.name}"
+    lines = [
+        f"![curves of the study](../images/{_image(study.name)})\n",
+        f"Claim: {study.claim}\n",
+        *_runs(results),
+        f"[study.yaml](../../{recipes}/study.yaml) has the setting.\n",
+        *_page_table(results),
+        f"`megatron-rl lab report {recipes} --out docs/lab/runs/{study.name}.jsonl.xz` prints every arm and outcome.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _page_table(results: Results) -> Iterator[str]:
+    """Yield a line per gate, primary and trend, with the means of the arm and of its control."""
+    study, decisions = results.study.study, results.decisions()
+    yield "| compared | outcome | predicted | found (95% interval) | p (Holm) | verdict |"
+    yield "|---|---|---|---|---|---|"
+    for decision in decisions:
+        arms = [_with_mean(results, arm, decision.outcome) for arm in (decision.name, decision.against)]
+        compared = decision.name if decision.name in study.trends else " against ".join(arms)
+        number, bounds, _ = ("–", "–", "–") if decision.effect is None else effect_cells(decision.effect)
+        yield (
+            f"| {compared} | {decision.outcome} | {decision.expected} | {number} ({bounds}) | {decision.p_holm:.2g} | "
+            f"{decision.verdict} |"
+        )
+    yield from _margins(study, dict.fromkeys(decision.outcome for decision in decisions))
+
+
+def _with_mean(results: Results, arm: str, outcome: str) -> str:
+    values = list(results.outcomes.get(arm, {}).get(outcome, {}).values())
+    return f"{arm} {np.mean(values):.3g}" if values else arm
+
+
+def _image(name: str) -> str:
+    return f"lab-{name}.png"
 
 
 def write_docs(studies: Sequence[LoadedStudy], docs: Path) -> list[Path]:
-    """Write docs/lab/STUDY.md, figure and outcomes of each complete study, and the table of docs/lab/verdicts.md.
+    """Write page, figure and outcomes of each complete study: docs/lab/STUDY.md, docs/images, docs/lab/STUDY.json.
 
     Runs come from docs/lab/runs/STUDY.jsonl.xz. Returns the files. Raises `InputError` if a page or its marks are
     absent.
     """
-    studies_results: list[tuple[LoadedStudy, Results | None]] = []
     written = []
     for loaded in studies:
         file = docs / "lab" / "runs" / f"{loaded.study.name}.jsonl.xz"
-        results = read_packed(loaded, file) if file.is_file() else None
-        studies_results.append((loaded, results))
-        if results is not None and results.complete:
+        if file.is_file() and (results := read_packed(loaded, file)).complete:
             written += write_page(results, docs)
-    page = docs / "lab" / f"{VERDICTS}.md"
-    fill(page, VERDICTS, "\n" + "\n".join(verdicts(studies_results)) + "\n\n")
-    return [*written, page]
+    return written
 
 
 def write_page(results: Results, docs: Path) -> list[Path]:
-    """Write tables to docs/lab/STUDY.md, the figure to docs/images, and outcomes of every run beside the page."""
+    """Write the table to docs/lab/STUDY.md, the figure to docs/images, and outcomes of every run beside the page."""
     name = results.study.study.name
-    page, image, values = (
-        docs / "lab" / f"{name}.md",
-        docs / "images" / f"lab-{name}.png",
-        docs / "lab" / f"{name}.json",
-    )
-    fill(page, name, f"![curves of the study](../images/{image.name})\n\n" + render(results))
+    page, image, values = docs / "lab" / f"{name}.md", docs / "images" / _image(name), docs / "lab" / f"{name}.json"
+    fill(page, name, render_page(results))
     for folder in (image.parent, values.parent):
         folder.mkdir(exist_ok=True)
     save_small(draw_study(results), image)
@@ -256,23 +303,3 @@ def fill(page: Path, name: str, body: str) -> None:
         raise InputError(f"{page}: lacks the lines {start.strip()} and {end}; the tables are written between them")
     pattern = re.compile(re.escape(start) + ".*?" + re.escape(end), re.DOTALL)
     page.write_text(pattern.sub(lambda _: start + body + end, text), encoding="utf-8")
-
-
-def verdicts(studies: Sequence[tuple[LoadedStudy, Results | None]]) -> Iterator[str]:
-    """Yield a line per gate, primary and trend; for an incomplete study, only the number of its runs."""
-    yield "| study | compared | outcome | predicted | found (95% interval) | verdict |"
-    yield "|---|---|---|---|---|---|"
-    for loaded, results in studies:
-        study = loaded.study
-        if results is None or not results.complete:
-            finished = 0 if results is None else sum(map(len, results.records.values()))
-            runs = f"{finished} of {len(study.arms) * len(study.seeds)} runs"
-            yield f"| {study.name} | {runs} | – | – | – | not finished |"
-            continue
-        for decision in results.decisions():
-            against = decision.name if decision.name in study.trends else f"{decision.name} − {decision.against}"
-            number, bounds, _ = ("–", "–", "–") if decision.effect is None else effect_cells(decision.effect)
-            yield (
-                f"| [{study.name}]({study.name}.md) | {against} | {decision.outcome} | {decision.expected} | "
-                f"{number} ({bounds}) | {decision.verdict} |"
-            )

@@ -1,4 +1,4 @@
-"""docs/lab is what the kept runs say: pages of finished studies, one table of verdicts, nothing of unfinished ones."""
+"""docs/lab is what the kept runs say: pages of finished studies, nothing of unfinished ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from megatron_rl.__main__ import main
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab import load_study
 from megatron_rl.instruments.lab.archive import pack, read_packed, unpack
 from megatron_rl.instruments.lab.foresight import foresee
-from megatron_rl.instruments.lab.report import fill, render, verdicts, write_docs
+from megatron_rl.instruments.lab.report import fill, render, render_page, write_docs
 from megatron_rl.instruments.lab.runner import register
 from tests.support.rounding import printed
 from tests.unit.instruments.lab.test_archive import made
@@ -37,17 +38,11 @@ def test_every_page_has_the_tables_of_its_runs(kept):
     complete = {one.study.name: results for one, results in kept if results is not None and results.complete}
     for name, results in complete.items():
         text = (DOCS / "lab" / f"{name}.md").read_text()
-        assert render(results) in text, f"docs/lab/{name}.md is not of its runs; `megatron-rl lab docs` writes it"
+        assert render_page(results) in text, f"docs/lab/{name}.md is not of its runs; `megatron-rl lab docs` writes it"
         assert results.as_json() == (DOCS / "lab" / f"{name}.json").read_text()
         assert (DOCS / "images" / f"lab-{name}.png").is_file()
     no_study = {"branch", "families"}  # tools/dev/branch_table.py and tools/dev/family_mismatch.py write them
     assert {page.stem for page in (DOCS / "lab").glob("*.json")} - no_study == complete.keys()
-
-
-@pytest.mark.slow
-def test_the_answer_is_the_computed_one(kept):
-    page = (DOCS / "lab" / "verdicts.md").read_text()
-    assert "\n".join(verdicts(kept)) in page, "`megatron-rl lab docs` writes the table"
 
 
 NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?!\w)")
@@ -161,7 +156,6 @@ def docs(tmp_path):
     (folder / "lab" / "runs").mkdir(parents=True)
     for name in ("servers", "floor"):
         (folder / "lab" / f"{name}.md").write_text(MARKS.format(name=name))
-    (folder / "lab" / "verdicts.md").write_text(MARKS.format(name="verdicts"))
     return folder
 
 
@@ -172,7 +166,7 @@ def packed(study, docs, root, jobs):
     pack(study, root, docs / "lab" / "runs" / f"{study.study.name}.jsonl.xz")
 
 
-def test_a_finished_study_gets_its_page_and_an_unfinished_one_a_count(docs, tmp_path):
+def test_a_finished_study_gets_its_page_and_an_unfinished_one_nothing(docs, tmp_path, capsys):
     servers, floor, hacking = (load_study(LAB / name) for name in ("servers", "floor", "hacking"))
     packed(servers, docs, tmp_path / "servers", servers.jobs(tmp_path / "servers"))
     packed(floor, docs, tmp_path / "floor", floor.jobs(tmp_path / "floor", seeds=[0]))
@@ -181,38 +175,38 @@ def test_a_finished_study_gets_its_page_and_an_unfinished_one_a_count(docs, tmp_
         "lab/servers.md",
         "images/lab-servers.png",
         "lab/servers.json",
-        "lab/verdicts.md",
     ]
-    page, answer = (docs / "lab" / "servers.md").read_text(), (docs / "lab" / "verdicts.md").read_text()
+    page = (docs / "lab" / "servers.md").read_text()
     assert page.startswith(
         "before\n<!-- lab: servers -->\n![curves of the study](../images/lab-servers.png)\n\nClaim: "
     )
     assert page.endswith("\n<!-- /lab: servers -->\nafter\n")
-    assert "to be replaced" not in page + answer
+    assert "to be replaced" not in page
     assert (docs / "lab" / "floor.md").read_text() == MARKS.format(name="floor")
     assert json.loads((docs / "lab" / "servers.json").read_text())["arms"].keys() == servers.study.arms.keys()
     assert (docs / "images" / "lab-servers.png").stat().st_size < 200_000
-    rows = [line for line in answer.splitlines() if line.startswith("|")][2:]
-    decisions = read_packed(servers, docs / "lab" / "runs" / "servers.jsonl.xz").decisions()
-    assert len(rows) == len(decisions) + 2
-    for row, decision in zip(rows, decisions, strict=False):
-        assert row.startswith(f"| [servers](servers.md) | {decision.name} − {decision.against} | {decision.outcome} |")
+    file = docs / "lab" / "runs" / "servers.jsonl.xz"
+    results = read_packed(servers, file)
+    rows = [line for line in page.splitlines() if line.startswith("|")][2:]
+    for row, decision in zip(rows, results.decisions(), strict=True):
+        arm, control = (
+            f"{name} {statistics.fmean(results.outcomes[name][decision.outcome].values()):.3g}"
+            for name in (decision.name, decision.against)
+        )
+        assert row.startswith(f"| {arm} against {control} | {decision.outcome} | {decision.expected} | ")
         assert row.endswith(f" | {decision.verdict} |")
-    assert rows[-2:] == [
-        "| floor | 4 of 40 runs | – | – | – | not finished |",
-        "| hacking | 0 of 56 runs | – | – | – | not finished |",
-    ]
-    again = (page, answer)
     write_docs([servers, floor, hacking], docs)
-    assert ((docs / "lab" / "servers.md").read_text(), (docs / "lab" / "verdicts.md").read_text()) == again
+    assert (docs / "lab" / "servers.md").read_text() == page
+    # The command on the page prints what the page leaves out.
+    capsys.readouterr()
+    assert main(["lab", "report", str(LAB / "servers"), "--out", str(file)]) == 0
+    assert capsys.readouterr().out == render(results)
 
 
 def test_a_page_without_marks_is_refused(docs):
     for page in (docs / "nowhere.md", docs / "lab" / "floor.md"):
-        with pytest.raises(
-            InputError, match=rf"{page.name}: lacks the lines <!-- lab: verdicts --> and .*; the tables"
-        ):
-            fill(page, "verdicts", "text")
+        with pytest.raises(InputError, match=rf"{page.name}: lacks the lines <!-- lab: other --> and .*; the tables"):
+            fill(page, "other", "text")
 
 
 def test_runs_taken_over_are_said_to_be(docs, tmp_path):
