@@ -183,6 +183,17 @@ def test_measured_figures_name_what_made_them(name):
             assert source == "test_figures.py" or re.fullmatch("[0-9a-f]{7}", source), source
 
 
+def test_sums_of_patches_md_are_those_of_its_record():
+    text = " ".join((DOCS / "patches.md").read_text().split())
+    record = json.loads((DOCS / "patches.json").read_text())
+    old, middle, *newer = (sum(series.values()) for series in record["ours"]["passed"].values())
+    assert f"{old} on 0.15.3, {middle} on 0.16.1, {newer[0]} each on 0.17.1, 0.18.2, 0.19.2 and main." in text
+    assert newer == [newer[0]] * 4
+    before = sum(sum(run["passed_before"].values()) for run in record["own"]["runs"])
+    assert f"of {before:,} that passed before the patches" in text
+    assert not any(lost for run in record["own"]["runs"] for lost in run["lost_after"].values())
+
+
 def test_the_faults_of_parity_md_are_those_of_its_record():
     made = json.loads((DOCS / "parity.json").read_text())
     located = sum(row["located"] for row in made["faults"])
