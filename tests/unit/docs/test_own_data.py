@@ -1,4 +1,4 @@
-"""docs/own-data-and-reward.md: its files are taken out of the page, checked as a user would, and scored."""
+"""docs/own-data-and-reward.md: the files that it has or names are checked as a user would, and score."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from megatron_rl.types import Group, Prompt, Rollout
 from tests.support import debian
 from tests.support.tiny import REPOSITORY
 
+REWARDS = REPOSITORY / "recipes" / "rewards"
 PAGE = (REPOSITORY / "docs" / "own-data-and-reward.md").read_text()
 FILES = {  # language and place among the page's blocks of it
     "train.jsonl": ("jsonl", 0),
     "reward.py": ("python", 0),
-    "judge.py": ("python", 1),
-    "run_code.py": ("python", 2),
     "recipe.yaml": ("yaml", 0),
 }
 
@@ -104,11 +103,9 @@ def scored(path: Path, function: str, answer: str, *texts: str) -> tuple[Group, 
         return group, rewarder.score([group])
 
 
-def test_a_judge_is_asked_over_http_again_where_it_fails_and_what_it_does_not_score_is_masked(
-    folder, judge_url, monkeypatch
-):
+def test_a_judge_is_asked_over_http_again_where_it_fails_and_what_it_does_not_score_is_masked(judge_url, monkeypatch):
     monkeypatch.setenv("JUDGE_URL", judge_url)
-    group, metrics = scored(folder / "judge.py", "judge", "3", "#3", "#4", "nonsense", "#3 again")
+    group, metrics = scored(REWARDS / "judge.py", "judge", "3", "#3", "#4", "nonsense", "#3 again")
     assert [rollout.raw_reward for rollout in group.rollouts] == [0.5, 0.0, 0.0, 0.5]
     assert [rollout.unscored for rollout in group.rollouts] == [False, False, True, False]
     assert (metrics["reward/errors"], metrics["reward/unscored_frac"]) == (1, 0.25)
@@ -136,17 +133,17 @@ ATTEMPTS = {  # program → whether it passes the tests
 }
 
 
-def test_a_sandbox_scores_programs_and_keeps_them_in(folder, bubblewrap, judge_url):
-    file = folder / "run_code.py"
-    file.write_text(file.read_text().replace("ulimit -t 5;", "ulimit -t 1;"))
+def test_a_sandbox_scores_programs_and_keeps_them_in(tmp_path, bubblewrap, judge_url):
+    file = tmp_path / "run_code.py"
+    file.write_text((REWARDS / "run_code.py").read_text().replace("ulimit -t 5;", "ulimit -t 1;"))
     programs = [f"```python\n{code.replace('PORT', judge_url.rpartition(':')[2])}\n```" for code in ATTEMPTS]
     group, metrics = scored(file, "passes_tests", "assert double(21) == 42", *programs, "no code")
     assert [rollout.raw_reward for rollout in group.rollouts] == [*map(float, ATTEMPTS.values()), 0.0]
     assert metrics["reward/errors"] == 0
 
 
-def test_without_a_sandbox_nothing_is_scored(folder, monkeypatch):
+def test_without_a_sandbox_nothing_is_scored(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    group, metrics = scored(folder / "run_code.py", "passes_tests", "", "```python\npass\n```", "no code")
+    group, metrics = scored(REWARDS / "run_code.py", "passes_tests", "", "```python\npass\n```", "no code")
     assert [rollout.unscored for rollout in group.rollouts] == [True, False]
     assert metrics["reward/errors"] == 1
