@@ -149,7 +149,7 @@ def check_order(records: list[dict[str, float]], file: Path) -> None:
 def their_schedule(run: Run, options: argparse.Namespace) -> tuple[ScheduleConfig, float, bool]:
     """The length-decay schedule in mode shadow with the changes of --as, and the highest rate that the log has."""
     if not any("response_length/mean" in record for record in run.records):
-        raise InputError(f"{run.path}: no response_length/mean; docs/coming-from.md has the names that are read for it")
+        raise InputError(f"{run.path}: no response_length/mean; docs/coming-from.json has the names that are read")
     rates = [record["actor/lr"] for record in run.records if math.isfinite(record.get("actor/lr", math.nan))]
     if not rates:
         print("the log has no learning rate; that of the schema is reckoned with")

@@ -1,4 +1,4 @@
-"""Keys of verl, slime and NeMo-RL beside ours: the table of docs/coming-from.md, and hints for a recipe with them.
+"""Keys of verl, slime and NeMo-RL beside ours: docs/coming-from.json, and hints for a recipe with them.
 
 Names were read from the sources of `READ_FROM`. In a cell `…` is text, and what stands in backticks is a key; keys of
 verl that begin with `actor.` or `rollout.` stand below `actor_rollout_ref`.
@@ -235,10 +235,32 @@ FOREIGN_SECTIONS = {
 """Sections at the top of their configurations that no recipe has, and whose they are."""
 
 
+NOT_ON_THE_PAGE = (
+    "data.prompt.truncation",
+    "objective.policy_term.dual_clip",
+    "objective.anchor",
+    "objective.entropy_bonus",
+    "batch.oversample",
+    "data.curriculum",
+    "reward.overlong",
+    "learner.parallel.context",
+    "learner.token_dispatcher",
+    "precision.fp32_router",
+    "learner.megatron",
+    "rollout.max_num_seqs",
+    "rollout.gpu_memory_utilization",
+    "rollout.quantization",
+    "learner.offload.gradients",
+    "rollout.max_staleness",
+)
+"""The first key of rows that few look for: docs/coming-from.json has them, docs/coming-from.md does not."""
+
+
 def markdown() -> str:
-    """The table of docs/coming-from.md."""
+    """Return the table of docs/coming-from.md: `ROWS` without those of `NOT_ON_THE_PAGE`."""
+    rows = [row for row in ROWS if row[0].split("`")[1] not in NOT_ON_THE_PAGE]
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in ROWS)])
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def keys_of(cell: str) -> list[str]:

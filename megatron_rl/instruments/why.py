@@ -548,7 +548,7 @@ def _told(rank: int, suspect: Suspect, run: Path | None) -> list[str]:
     lines += [f"       against: {text}" for text in suspect.contradicts]
     lines.append(f"       keys: {', '.join(suspect.keys)}")
     if suspect.test and run is None:
-        lines.append(f"       test: the same run with {', '.join(suspect.test)} (docs/coming-from.md has your names)")
+        lines.append(f"       test: the same run with {', '.join(suspect.test)} (docs/coming-from.json has your names)")
     elif suspect.test:
         name = f"{run.name}-{suspect.name.replace(' ', '-')}"
         sets = " ".join(f"--set {shlex.quote(change)}" for change in suspect.test)

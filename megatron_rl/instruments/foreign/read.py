@@ -309,7 +309,7 @@ def read_run(path: Path) -> Run:
         some = ", ".join(sorted({name for name, _, _ in points})[:8])
         raise InputError(
             f"{path}: none of its metrics is known ({some} …); "
-            "docs/coming-from.md has the names that are read, and a CSV with those of megatron-rl is read too"
+            "docs/coming-from.json has the names that are read, and a CSV with those of megatron-rl is read too"
         )
     return Run(path, records, project, logs[0].kind, sources, tuple(notes))
 

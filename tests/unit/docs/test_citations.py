@@ -62,7 +62,8 @@ def cited_keys(text: str) -> set[str]:
 
 
 def bibliography() -> dict[str, str]:
-    rows = re.findall(r"^\| \[([^\]]+)\] \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    section = PAGE.read_text(encoding="utf-8").split("\n## Bibliography\n")[1]
+    rows = re.findall(r"\[([^\]]+)\]\((https://\S+)\)", section)
     assert len(rows) == len(dict(rows)), "a key stands twice"
     return dict(rows)
 

@@ -1,7 +1,8 @@
-"""docs/coming-from.md names keys that recipes have; docs/reading-a-run.md and it name metrics that runs write."""
+"""docs/coming-from.json is the tables of the code, whose keys recipes have; two pages name metrics that runs write."""
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, get_args
 
@@ -9,14 +10,11 @@ import pytest
 from pydantic import BaseModel
 
 from megatron_rl.config import Recipe
+from megatron_rl.config.foreign_keys import NOT_ON_THE_PAGE, ROWS
 from tests.support.tiny import REPOSITORY
+from tools.dev.foreign_names import main
 
 DOCS = REPOSITORY / "docs"
-KEYS = [
-    row.split("|")[1]
-    for row in (DOCS / "coming-from.md").read_text().split("## A script")[0].splitlines()
-    if "|" in row
-]
 SOURCES = "\n".join(path.read_text() for path in (REPOSITORY / "megatron_rl").rglob("*.py"))
 
 
@@ -35,18 +33,30 @@ def has(model: type[BaseModel], path: list[str]) -> bool:
 
 
 def test_our_keys_are_in_the_schema():
-    named = [key for cell in KEYS for key in re.findall(r"`([\w.]+)`", cell)]
+    named = [key for ours, *_ in ROWS for key in re.findall(r"`([\w.]+)`", ours)]
     assert len(named) > 30
     assert [key for key in named if not has(Recipe, key.split("."))] == []
     assert not has(Recipe, ["rollout", "temperatur"])
 
 
-@pytest.mark.parametrize("page", ["coming-from.md", "reading-a-run.md"])
+def test_the_record_of_names_is_written_from_the_tables(tmp_path):
+    assert main([str(tmp_path / "written.json")]) == 0
+    shipped = (DOCS / "coming-from.json").read_text(encoding="utf-8")
+    assert shipped == (tmp_path / "written.json").read_text(encoding="utf-8"), "python -m tools.dev.foreign_names"
+
+
+def test_what_is_not_on_the_page_is_in_the_record():
+    keys = json.loads((DOCS / "coming-from.json").read_text(encoding="utf-8"))["keys"]
+    assert set(NOT_ON_THE_PAGE) <= {key.split(",")[0] for key in keys}
+    assert len(keys) == len(ROWS)
+
+
+@pytest.mark.parametrize("page", ["coming-from.json", "reading-a-run.md"])
 def test_metrics_are_written_somewhere(page):
     text = (DOCS / page).read_text()
     areas = "actor|critic|response_length|response|rollout_corr|training|mismatch|router"
     areas += "|exact|groups|reward|noise|precision|perf"
-    named = set(re.findall(rf"`((?:{areas})/[\w/]+\w)(?:/…)?`", text))
+    named = set(re.findall(rf"[`\"]((?:{areas})/[\w/]+\w)(?:/…)?(?:`|\": {{)", text))
     assert len(named) > 10
     missing = [name for name in named if f'"{name}' not in SOURCES and f'"{name.split("/")[-1]}' not in SOURCES]
     # Means, maxima and rates are made from a name and an ending.

@@ -232,7 +232,7 @@ def test_why_reads_a_log(logs, capsys):
     text = capsys.readouterr().out
     assert "TensorBoard, a log of verl, by the names of 0.10.0.dev" in text
     assert "step    13  collapse" in text
-    assert "test: the same run with rollout.max_staleness=0 (docs/coming-from.md has your names)" in text
+    assert "test: the same run with rollout.max_staleness=0 (docs/coming-from.json has your names)" in text
     assert "no-signal           needs groups/no_signal_frac" in text
     assert "recipe.resolved.yaml" not in text
     assert "run branch" not in text

@@ -25,13 +25,12 @@ def test_a_project_is_known_by_each_of_its_marks():
         assert all(project_of([mark]) is project for mark in project.marks)
 
 
-def test_the_document_has_every_name_and_version():
-    text = (REPOSITORY / "docs/coming-from.md").read_text()
+def test_the_record_has_every_name_and_version():
+    record = json.loads((REPOSITORY / "docs/coming-from.json").read_text(encoding="utf-8"))
     for project in PROJECTS:
-        assert f"{project.name} {project.version} (`{project.commit}`, {project.date})" in " ".join(text.split())
+        version = record["versions"][project.name]
+        assert all(part in version for part in (project.version, project.commit, project.date))
         for name in project.names:
-            if name.ours == name.theirs:
-                continue
-            row = next(line for line in text.splitlines() if line.startswith(f"| `{name.ours}` |"))
-            theirs = name.theirs.removeprefix("train/") if project.name == "TRL" else name.theirs
-            assert f"`{theirs}`" in row
+            theirs = record["metrics"][name.ours][project.name]
+            assert any(metric.partition(" (")[0] == name.theirs for metric in theirs)
+    assert set(record["metrics"]["mismatch/rho_std"]) == {"verl"}
