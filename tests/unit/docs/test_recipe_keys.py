@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -60,6 +61,7 @@ def code_in_documents() -> list[frozenset[str]]:
     """The words of each code mark and of each line of a code block."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     code = [code for page in pages for code in CODE.findall(page.read_text(encoding="utf-8"))]
+    code += json.loads((ROOT / "docs" / "coming-from.json").read_text(encoding="utf-8"))["keys"]
     return [frozenset(re.findall(r"\w+", line)) for text in code for line in text.splitlines()]
 
 
