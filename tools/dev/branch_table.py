@@ -1,4 +1,4 @@
-"""Whether `run why` and `run branch` find a cause that was planted in a run: the table in docs/lab/causes.md.
+"""Whether `run why` and `run branch` find a cause that was planted in a run: the figures in docs/lab/causes.md.
 
     python -m tools.dev.branch_table make OUT [CASE …]   # four minutes of one core a case; finished ones are kept
     python -m tools.dev.branch_table pack OUT docs/lab/branch.json
@@ -122,6 +122,18 @@ def table(file: Path) -> list[str]:
     return [*lines, "", f"{len(harmed)} became unstable: {said}"]
 
 
+def summary(file: Path) -> list[str]:
+    """Return a Markdown table with a line for each planted cause."""
+    results = json.loads(file.read_text())
+    lines = ["| planted | cases | unstable | `why` right | `branch` right |", "|---|---|---|---|---|"]
+    for suspect in dict.fromkeys(ALL[name].suspect for name in results):
+        cases = {name: result for name, result in results.items() if ALL[name].suspect == suspect}
+        right = [is_right(ALL[name], result) for name, result in cases.items() if not result["healthy"]]
+        why, branch = (sum(verdicts[which] for verdicts in right) for which in (0, 1))
+        lines.append(f"| {suspect} | {len(cases)} | {len(right)} | {why} | {branch} |")
+    return lines
+
+
 def written_before(file: Path) -> str:
     """How many of the twelve cases that were written down before are right; reserves in place of those without harm."""
     results = json.loads(file.read_text())
@@ -194,7 +206,7 @@ def main() -> None:
     if options.command == "make":
         make(options.out.resolve(), options.names, options.jobs)
     elif options.command == "table":
-        print("\n".join([*table(options.file), written_before(options.file)]))
+        print("\n".join([*table(options.file), written_before(options.file), "", *summary(options.file)]))
     else:
         print(f"{pack(options.out, options.file)} cases in {options.file}")
 

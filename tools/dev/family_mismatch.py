@@ -82,8 +82,11 @@ def run(out: Path, families: list[str]) -> None:
                 print(family, variant, results, flush=True)
 
 
-def table(file: Path) -> list[str]:
-    """A Markdown table: means over the seeds, and routing's share from mean squares, with the range over seeds."""
+def table(file: Path, *variants: str) -> list[str]:
+    """Return a Markdown table of ``variants`` (default: all): means over the seeds.
+
+    Routing's share is that of the mean squares, with its range over the seeds.
+    """
     lines = [
         "| family | precision | spread | with the engine's routes | routing's share | rows of routes that agree |",
         "|---|---|---|---|---|---|",
@@ -91,6 +94,8 @@ def table(file: Path) -> list[str]:
     results_of_family = json.loads(file.read_text())
     for family in (name for name in FAMILIES if name in results_of_family):
         for variant, results in results_of_family[family].items():
+            if variants and variant not in variants:
+                continue
             spread, replayed, rows = (np.array([result[key] for result in results]) for key in COLUMNS)
             shares = 1 - (replayed / spread) ** 2
             share = 1 - (replayed**2).sum() / (spread**2).sum()

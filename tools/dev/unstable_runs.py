@@ -19,6 +19,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_rl.instruments.why import Finding
+    from megatron_rl.monitor.alarms import RecordedRun
 
 FORMAT = 1
 DIGITS = 4
@@ -242,25 +247,44 @@ SUSPECTS = {
 }
 
 
-def table(file: Path) -> list[str]:
-    """A Markdown table of what alarms and `why` say of the runs in ``file``.
+def judged(file: Path) -> list[tuple[RecordedRun, Finding, str]]:
+    """Return each run in ``file`` with what `why` finds, and whether that is right.
 
-    Right: a planted cause is among the first two suspects, a healthy run has none. Unharmed: a planted cause, no sign.
+    "yes": a planted cause is among the first two suspects, a healthy run has none. "unharmed": a planted cause, no
+    sign. Else "no".
     """
     from megatron_rl.instruments.why import find
     from megatron_rl.monitor.alarms import read_packed
 
-    lines = ["| run | first alarm | collapse | first two suspects | right |", "|---|---|---|---|---|"]
+    rows = []
     for run in read_packed(file):
         finding = find(run.name, run.records, run.recipe)
+        named = [suspect.name for suspect in finding.suspects[:2]]
+        right = "yes" if (SUSPECTS[run.cause] in named if run.cause else finding.is_healthy) else "no"
+        rows.append((run, finding, "unharmed" if run.cause and finding.is_healthy else right))
+    return rows
+
+
+def table(rows: list[tuple[RecordedRun, Finding, str]]) -> list[str]:
+    """Return a Markdown table with a line for each run that `judged` returned."""
+    lines = ["| run | first alarm | collapse | first two suspects | right |", "|---|---|---|---|---|"]
+    for run, finding, right in rows:
         alarms = [sign for sign in finding.signs if sign.name != "collapse"]
         first = f"{alarms[0].name}, step {alarms[0].step}" if alarms else "none"
         named = [suspect.name for suspect in finding.suspects[:2]]
-        right = "yes" if (SUSPECTS[run.cause] in named if run.cause else finding.is_healthy) else "no"
-        right = "unharmed" if run.cause and finding.is_healthy else right
         collapse = "none" if finding.collapse is None else str(finding.collapse)
         name = run.name.partition("/")[2]
         lines.append(f"| `{name}` | {first} | {collapse} | {', '.join(named) or 'none'} | {right} |")
+    return lines
+
+
+def summary(rows: list[tuple[RecordedRun, Finding, str]]) -> list[str]:
+    """Return a Markdown table with a line for each planted cause, and one for the healthy runs."""
+    lines = ["| planted | runs | harmed | `why` right |", "|---|---|---|---|"]
+    for cause, name in [*SUSPECTS.items(), ("", "nothing")]:
+        rights = [right for run, _, right in rows if run.cause == cause]
+        harmed = sum(right != "unharmed" for right in rights) if cause else "–"
+        lines.append(f"| {name} | {len(rights)} | {harmed} | {rights.count('yes')} |")
     return lines
 
 
@@ -284,7 +308,8 @@ def main() -> None:
     if options.command == "make":
         make(options.out.resolve(), options.names, options.seeds)
     elif options.command == "table":
-        print("\n".join(table(options.file)))
+        rows = judged(options.file)
+        print("\n".join([*table(rows), "", *summary(rows)]))
     else:
         print(f"{pack(options.out, options.file)} runs in {options.file}")
 

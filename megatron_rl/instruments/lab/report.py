@@ -135,7 +135,7 @@ def _runs(results: Results) -> Iterator[str]:
     if results.reused:
         arms = Counter(name.rpartition("-seed")[0] for name in results.reused)
         runs = ", ".join(f"{number} of {arm}" for arm, number in arms.items())
-        yield f"Runs taken over from another study with the same recipe: {runs}."
+        yield f"Runs of another study with the same recipe: {runs}."
     if results.unfinished:
         if results.gate_passed is False:
             yield f"The gate failed, so that {len(results.unfinished)} runs of the other arms were not made."
@@ -187,7 +187,7 @@ def _margins(study: Study, outcomes: Iterable[str]) -> Iterator[str]:
     margins = [f"{name} {margin:g}" for name in outcomes if (margin := study.outcomes[name].margin) is not None]
     margins += [f"{name} {trend.margin:g}" for name, trend in study.trends.items() if trend.margin is not None]
     if margins:
-        yield f"\nLargest difference that counts as none: {', '.join(margins)}."
+        yield f"\nMargin: {', '.join(margins)}."
 
 
 def _effects_table(results: Results) -> Iterator[str]:
@@ -237,9 +237,9 @@ def render_page(results: Results) -> str:
         f"![curves of the study](../images/{_image(study.name)})\n",
         f"Claim: {study.claim}\n",
         *_runs(results),
-        f"[study.yaml](../../{recipes}/study.yaml) has the setting.\n",
+        f"[The study file](../../{recipes}/study.yaml) has the setting.\n",
         *_page_table(results),
-        f"`megatron-rl lab report {recipes} --out docs/lab/runs/{study.name}.jsonl.xz` prints every arm and outcome.",
+        f"The whole report: `megatron-rl lab report {recipes} --out docs/lab/runs/{study.name}.jsonl.xz`",
     ]
     return "\n".join(lines) + "\n"
 
