@@ -1,8 +1,8 @@
 """What docs/patches.md tells users of verl, slime and NeMo-RL to add gives this project's learning rates.
 
 Their packages need GPUs. Each stub below makes the calls of the trainer in its order, on one of two data-parallel
-ranks, and the code that runs in it is that of the document. The scheduler is Megatron's, patched. Where VERL names a
-folder with the package, verl's own function builds it.
+ranks, and the code that runs in it is in `recipes/length_decay/trainers`. The scheduler is Megatron's, patched. Where
+VERL names a folder with the package, verl's own function builds it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tests.support.tiny import REPOSITORY
 from tools.dev import length_curves
 
 DOCUMENT = (REPOSITORY / "docs" / "patches.md").read_text()
+FILES = REPOSITORY / "recipes" / "length_decay" / "trainers"
 NUM_BATCHES, BATCH_SIZE, WARMUP = 300, 8, 5
 PEAK, FLOOR = 1e-6, 1e-7
 MEANS = length_curves.paper_curve(60, 3500.0, num_steps=NUM_BATCHES)(np.random.default_rng(3), 0.1)
@@ -34,10 +35,9 @@ LENGTHS = [
 ]
 
 
-def code(title: str) -> str:
-    """The block of code of the document that begins with this comment."""
-    (block,) = re.findall(rf"```python\n# {re.escape(title)}\n(.*?)```", DOCUMENT, re.DOTALL)
-    return block
+def code(name: str) -> str:
+    """The text of a file for a trainer, of which docs/patches.md says where it belongs."""
+    return (FILES / name).read_text()
 
 
 def module(monkeypatch, name: str, text: str = "", **values) -> ModuleType:
@@ -149,7 +149,7 @@ def test_verl(monkeypatch, scheduler_class, other_rank, nested):
     for name in ("verl", "verl.utils"):
         module(monkeypatch, name)
     module(monkeypatch, "verl.utils.device", get_device_id=lambda: "cpu")
-    worker = module(monkeypatch, "verl_worker", code("verl/workers/engine_workers.py"))
+    worker = module(monkeypatch, "verl_worker", code("verl_engine_workers.py"))
     config = eval(re.search(r"`length_decay_config=(LengthDecayConfig\(mode=\"auto\"\))`", DOCUMENT)[1], names())
     optimizer, rates = SimpleNamespace(param_groups=[{"wd_mult": 1.0}]), []
     scheduler = built(scheduler_class, optimizer, 1, lr_decay_style="length-decay", length_decay_config=config)
@@ -180,7 +180,7 @@ if VERL := os.environ.get("VERL"):  # a folder that holds the package verl: unpa
         assert calls == 1
         text = f"from megatron.core.length_decay import LengthDecayConfig\n{text}"
         verl = module(monkeypatch, "verl.utils.megatron.optimizer", text)
-        worker = module(monkeypatch, "verl_worker", code("verl/workers/engine_workers.py"))
+        worker = module(monkeypatch, "verl_worker", code("verl_engine_workers.py"))
         config = Options(
             lr=PEAK,
             lr_warmup_init=0.0,
@@ -228,7 +228,7 @@ def names() -> dict:
 
 
 def test_nemo_rl(monkeypatch, scheduler_class):
-    worker = module(monkeypatch, "nemo_worker", code("nemo_rl/models/policy/workers/megatron_policy_worker.py"))
+    worker = module(monkeypatch, "nemo_worker", code("nemo_rl_megatron_policy_worker.py"))
     text = re.search(r"`length_decay_config=(LengthDecayConfig\([^`]*BATCH\))`", DOCUMENT)[1]
     config = eval(text, names() | {"BATCH": BATCH_SIZE})
     optimizer, rates = SimpleNamespace(param_groups=[{"wd_mult": 1.0}]), []
