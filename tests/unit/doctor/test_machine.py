@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_rl.doctor import machine
-from megatron_rl.doctor.checks import Setting
+from megatron_rl.doctor.checks import Setting, find
 from megatron_rl.instruments.plan.hardware import PROCESS_GIB
 
 SETTING = Setting("cpu", 2, "/tmp")
@@ -168,3 +168,14 @@ def test_gpu_memory(nvidia):
     assert (outcome.status, "GPU 1 30000 MiB; processes: 4711, 4712" in outcome.reason) == ("fail", True)
     nvidia([], fails=True)
     assert machine.gpu_memory(setting).status == "not run"
+
+
+def test_the_list_of_checks_has_their_bounds():
+    bounds = {
+        "shared-memory": f"{machine.SHARED_MEMORY_GIB:g} GiB free for each rank",
+        "open-files": f"{machine.OPEN_FILES} files",
+        "host-memory": f"{PROCESS_GIB:g} GiB a rank; {machine.CPU_RANK_GIB:g} on CPUs",
+        "shared-folder": f"{machine.FREE_GIB:g} GiB free, and is its clock within {machine.MOST_SKEW_S:g} s",
+        "nodes": f"within {machine.MOST_SKEW_S:g} s",
+    }
+    assert {name: bound for name, bound in bounds.items() if bound not in find(name).question} == {}
