@@ -209,7 +209,7 @@ CHECKS = (
     ),
     Check(
         "context",
-        "Is the gradient under `learner.parallel.context: 2` that of whole sequences (in bf16 to 4 units in the last place)?",
+        "Is the gradient under `learner.parallel.context: 2` that of whole sequences (in bf16 to 4 ulp)?",
         "learner.context",
         120,
         ranks="node",
