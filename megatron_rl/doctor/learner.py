@@ -36,7 +36,7 @@ _INDEX = ".metadata"  # of a checkpoint
 def attention(setting: Setting) -> Outcome:
     """Which attention TransformerEngine takes for packed rows on this GPU; one that stores every score is refused."""
     from megatron_rl.errors import InputError
-    from megatron_rl.learner.layers import attention
+    from megatron_rl.layers import attention
 
     config, heads = attention_config(setting)
     if config is None:

@@ -9,6 +9,7 @@ Shapes: n rows, V/tp this rank's share of the vocabulary, m sequences of this re
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -20,13 +21,11 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from megatron_rl.errors import InputError
 from megatron_rl.exact.doses import Dose
+from megatron_rl.exact.invariant import KEY_BLOCK, TILE, batch_invariant
+from megatron_rl.exact.layers import PagedCache
 from megatron_rl.exact.schedule import Pages, Schedule, num_pages
 from megatron_rl.exact.step import GenerationPasses, Watch, in_passes, largest
-from megatron_rl.exact.turns import Capture, Chooser, Responses, Turns, capture_for
-from megatron_rl.learner.layers.exact_layers import PagedCache
-from megatron_rl.learner.layers.invariant import KEY_BLOCK, TILE, batch_invariant
-from megatron_rl.learner.layers.logprobs import token_logprobs
-from megatron_rl.learner.learner import Learner
+from megatron_rl.exact.turns import Capture, Chooser, Responses, Turns
 from megatron_rl.process.ranks import gather_objects
 from megatron_rl.rollout.engine_arguments import CPU_KV_CACHE_GIB, GIB
 from megatron_rl.rollout.requests import engines_of, owners_of, share_of
@@ -108,12 +107,16 @@ def num_cache_pages(
     return pages
 
 
+TokenLogprobs = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""`learner.logprobs.token_logprobs`."""
+
+
 class Decoder:
     """Token by token through the policy, on every rank of the layout; all methods are collective.
 
-    ``max_tokens``: longest row of prompts that one pass may take. ``max_sequences``: most that run at a time.
-    ``kv_cache``: keep keys and values; without, a step is a pass over all tokens. ``cache_gib``: of all pages; None:
-    what the platform leaves, see `exact.decode`.
+    ``token_logprobs``: the learner's own, so that mu is computed as po. ``max_tokens``: longest row of prompts that one
+    pass may take. ``max_sequences``: most that run at a time. ``kv_cache``: keep keys and values; without, a step is a
+    pass over all tokens. ``cache_gib``: of all pages; None: what the platform leaves, see `exact.decode`.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Decoder:
         module: GPTModel,
         vocab_size: int,
         device: torch.device,
+        token_logprobs: TokenLogprobs,
         *,
         max_tokens: int,
         max_sequences: int,
@@ -129,6 +133,7 @@ class Decoder:
         utilization: float = 0.9,
         capture: Capture | None = None,
     ):
+        self._token_logprobs = token_logprobs
         self.vocab_size, self.device, self.passes = vocab_size, device, GenerationPasses(module, device)
         self.max_tokens, self.max_sequences, self.kv_cache = max_tokens, max_sequences, kv_cache
         self.cache_gib, self._utilization, self.capture = cache_gib, utilization, capture
@@ -138,22 +143,6 @@ class Decoder:
         replica_of = gather_objects(self._replica)
         self._ranks = [[rank for rank, at in enumerate(replica_of) if at == i] for i in range(self._num_replicas)]
         self.stats: dict[str, float] = {}
-
-    @classmethod
-    def of(cls, learner: Learner) -> Decoder:
-        """The learner's policy, within the limits of its recipe."""
-        rollout = learner.recipe.rollout
-        return cls(
-            learner.module,
-            learner.architecture.vocab_size,
-            learner.device,
-            max_tokens=learner.config.max_tokens_per_microbatch,
-            max_sequences=rollout.max_num_seqs,
-            kv_cache=learner.recipe.exact.kv_cache,
-            cache_gib=rollout.kv_cache_gib,
-            utilization=rollout.gpu_memory_utilization,
-            capture=capture_for(learner.device, rollout.enforce_eager),
-        )
 
     @torch.no_grad()
     def run(
@@ -252,7 +241,7 @@ class Decoder:
         """log-probs [n] float32 of ``tokens`` [n], by the function that the update uses."""
         positions = torch.arange(len(tokens), device=logits.device)
         with torch.no_grad(), batch_invariant(self.device):
-            logprobs, _ = token_logprobs(
+            logprobs, _ = self._token_logprobs(
                 logits,
                 positions,
                 tokens,

@@ -21,8 +21,8 @@ import torch
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.exact.doses import PROMPT_SAMPLE, Dose, size_of
+from megatron_rl.exact.invariant import padded
 from megatron_rl.exact.turns import Responses
-from megatron_rl.learner.layers.invariant import padded
 from megatron_rl.process.ranks import together, world_rank
 from megatron_rl.rollout.generator import RolloutError, Sampling, check_version, throughput
 from megatron_rl.rollout.requests import (

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.learner.layers.exact_layers import PagedCache
-from megatron_rl.learner.layers.invariant import KEY_BLOCK
+from megatron_rl.exact.invariant import KEY_BLOCK
+from megatron_rl.exact.layers import PagedCache
 
 # Pages of the key/value cache: which are free, and how many sequences hold each of the others.
 

@@ -6,7 +6,7 @@ too. All are made under the same batch-invariant computation.
 
 Megatron's modules take a row of padding and a packed row alike; in steps of a few dozen rows what they do around their
 products costs more than the products. Here a step is these products and what lies between them, with the arithmetic
-of `learner.layers.invariant`: each row has the bits that the modules compute. Ranks that share out heads, experts and
+of `exact.invariant`: each row has the bits that the modules compute. Ranks that share out heads, experts and
 vocabulary exchange rows in fixed shapes. On kernels no shape depends on a value, and nothing waits
 for one.
 
@@ -30,11 +30,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_rl.exact import invariant
 from megatron_rl.exact.doses import Dose
-from megatron_rl.exact.schedule import num_pages
-from megatron_rl.learner.layers import invariant
-from megatron_rl.learner.layers.attention import WideNorm
-from megatron_rl.learner.layers.exact_layers import (
+from megatron_rl.exact.invariant import KEY_BLOCK, TILE, batch_invariant, linear, padded, rms_norm, rotate
+from megatron_rl.exact.layers import (
     CachedPrompts,
     CachedStep,
     PackedSequences,
@@ -45,8 +44,8 @@ from megatron_rl.learner.layers.exact_layers import (
     norm_over_heads,
     route,
 )
-from megatron_rl.learner.layers.invariant import KEY_BLOCK, TILE, batch_invariant, linear, padded, rms_norm, rotate
-from megatron_rl.learner.model import has_adapters
+from megatron_rl.exact.schedule import num_pages
+from megatron_rl.layers.attention import WideNorm
 from megatron_rl.process.ranks import gather_objects
 
 # One forward pass of the policy outside Megatron's schedule, through all pipeline stages.
@@ -93,7 +92,7 @@ def forward(module: GPTModel, tokens: torch.Tensor, positions: torch.Tensor, pac
 # Megatron's dispatcher sends a row to the ranks of its experts, and so has to know how many rows each of them gets.
 # Here every rank of an expert group gets all rows, and returns a place for each result that there can be. That moves
 # more bytes, a few megabytes a layer, and waits for nothing. Sums over tensor-parallel ranks are those of
-# `learner.layers.rank_sums`.
+# `exact.invariant`.
 #
 # Shapes: n rows of a replica; t tensor-parallel ranks, which share them out among themselves; g ranks of an expert
 # group; K experts of a token, E experts of a rank, H hidden size.
@@ -162,6 +161,11 @@ def _gathered(own: torch.Tensor, group: Group) -> torch.Tensor:
     return gathered
 
 
+def _has_adapters(module: torch.nn.Module) -> bool:
+    """Whether ``module`` has adapters, which are in its weights within the forward passes of its layers alone."""
+    return any(".lora_A" in name for name, _ in module.named_parameters())
+
+
 Watch = Callable[[str, torch.Tensor], None]
 """(layer, what came out of it [n, …])"""
 
@@ -181,7 +185,7 @@ class StepForward:
         layers_are_whole = config.pipeline_model_parallel_size == (config.expert_tensor_parallel_size or 1) == 1
         key_heads = config.num_query_groups or config.num_attention_heads
         heads_are_whole = TILE % tensor == key_heads % tensor == 0  # TILE: rows are shared out, too
-        return layers_are_whole and heads_are_whole and not has_adapters(module)
+        return layers_are_whole and heads_are_whole and not _has_adapters(module)
 
     @property
     def needs_equal_rows(self) -> bool:

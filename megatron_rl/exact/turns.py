@@ -23,9 +23,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from megatron_rl.exact.layers import CachedStep, PagedCache
 from megatron_rl.exact.schedule import Schedule, Whole
 from megatron_rl.exact.step import GenerationPasses, Owners, in_passes, largest
-from megatron_rl.learner.layers.exact_layers import CachedStep, PagedCache
 from megatron_rl.process.ranks import gather_objects
 
 Step = Callable[["Rows", torch.Tensor], tuple[torch.Tensor, ...]]

@@ -33,8 +33,8 @@ from megatron_rl.instruments.plan.hardware import GIB, GRAPHS_GIB, RUNTIME_GIB
 from megatron_rl.instruments.plan.learner import learner_memory
 from megatron_rl.instruments.plan.memory import PLACEMENT, learner_stages
 from megatron_rl.instruments.plan.workload import Workload
+from megatron_rl.layers.context import ContextShare
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.process_groups import ContextShare
 from megatron_rl.model.architecture import Architecture
 from megatron_rl.types import Batch, Sequence
 

@@ -24,8 +24,11 @@ from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config import Recipe
 from megatron_rl.config.base import FP32_STORED
 from megatron_rl.config.learner import fp32_products, only_product
+from megatron_rl.exact.decode import Decoder
+from megatron_rl.exact.turns import capture_for
+from megatron_rl.layers.context import gather_tokens
 from megatron_rl.learner.gradient_noise import GradientNoise, Scorer, set_advantages, update_size
-from megatron_rl.learner.layers.logprobs import FusedHead, token_logprobs
+from megatron_rl.learner.logprobs import FusedHead, token_logprobs
 from megatron_rl.learner.model import DTYPES, Adapters, build_model, use_transformer_engine
 from megatron_rl.learner.offload import Offload
 from megatron_rl.learner.optimizer import (
@@ -49,7 +52,7 @@ from megatron_rl.learner.passes import (
     router_shift,
     speaks,
 )
-from megatron_rl.learner.process_groups import gather_tokens, initialize
+from megatron_rl.learner.process_groups import initialize
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.objective import (
@@ -93,7 +96,7 @@ class Learner:
             device: what `initialize` returned to this process; None: join the job here.
             phase: a context around each named part of an update, which times it.
             keep_current_logprobs: leave log pi of the update in the batch, for the flight recorder.
-            bit_check: `exact.bit_check.check` beside the engine `exact`.
+            bit_check: `learner.bit_check.check` beside the engine `exact`.
         """
         self.recipe = recipe
         self.phase = phase
@@ -387,6 +390,22 @@ class Learner:
         if replay == "r3" or (replay == "r2" and updating):
             return "replay"
         return "watch" if self.recipe.routing.is_on and updating and replay == "off" else "native"
+
+    def decoder(self) -> Decoder:
+        """The exact engine's passes of generation on these weights, within the limits of the recipe."""
+        rollout = self.recipe.rollout
+        return Decoder(
+            self.module,
+            self.architecture.vocab_size,
+            self.device,
+            token_logprobs,
+            max_tokens=self.config.max_tokens_per_microbatch,
+            max_sequences=rollout.max_num_seqs,
+            kv_cache=self.recipe.exact.kv_cache,
+            cache_gib=rollout.kv_cache_gib,
+            utilization=rollout.gpu_memory_utilization,
+            capture=capture_for(self.device, rollout.enforce_eager),
+        )
 
     # -- weights and state
 

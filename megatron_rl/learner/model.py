@@ -37,15 +37,15 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_rl.config.learner import LearnerConfig, LoraConfig, PrecisionConfig
 from megatron_rl.errors import InputError
-from megatron_rl.learner.layers.attention import (
+from megatron_rl.exact.layers import finish_exact_model, use_exact_layers
+from megatron_rl.layers.attention import (
     CONTEXT_COMMUNICATION,
     SDPACoreAttention,
     refuse_unfused_attention,
     use_wide_norms,
 )
-from megatron_rl.learner.layers.cpu_layers import finish_few_pass_model, use_few_pass_layers
-from megatron_rl.learner.layers.exact_layers import finish_exact_model, use_exact_layers
-from megatron_rl.learner.layers.sinks import SinkAttention, fields_with_sinks, state_yarn
+from megatron_rl.layers.cpu_layers import finish_few_pass_model, use_few_pass_layers
+from megatron_rl.layers.sinks import SinkAttention, fields_with_sinks, state_yarn
 from megatron_rl.model.architecture import Architecture
 
 _EXPERT_SHARD_DIM = {"linear_fc1": 0, "linear_fc2": 1}  # what expert tensor parallelism cuts: outputs, then inputs
@@ -378,11 +378,6 @@ def _ask_for_gradient(module: torch.nn.Module, args: Any, output: torch.Tensor) 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def has_adapters(model: torch.nn.Module) -> bool:
-    """Whether ``model`` has adapters, which are in its weights within the forward passes of its layers alone."""
-    return any(".lora_A" in name for name, _ in model.named_parameters())
 
 
 @dataclass(frozen=True)

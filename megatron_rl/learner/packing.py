@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.objective import ObjectiveConfig
-from megatron_rl.learner.layers.attention import PackedSequences
+from megatron_rl.layers.attention import PackedSequences
+from megatron_rl.layers.context import WHOLE_ROW, ContextShare
 from megatron_rl.learner.model import use_transformer_engine
-from megatron_rl.learner.process_groups import WHOLE_ROW, ContextShare
 from megatron_rl.objective import Denominators, ObjectiveInputs, compute_denominators
 from megatron_rl.process.ranks import world_rank, world_size
 from megatron_rl.routing import RouteSlice

@@ -25,10 +25,11 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.config.learner import LearnerConfig
-from megatron_rl.learner.layers.invariant import batch_invariant
+from megatron_rl.exact.invariant import batch_invariant
+from megatron_rl.layers.context import ContextShare
 from megatron_rl.learner.model import use_transformer_engine
 from megatron_rl.learner.packing import Microbatch, RouterScores, build_microbatch, deal
-from megatron_rl.learner.process_groups import ContextShare, replica_group
+from megatron_rl.learner.process_groups import replica_group
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
 from megatron_rl.process.ranks import Shape, gather_objects, hand_on, send, together, world_rank
 from megatron_rl.routing import RouteError

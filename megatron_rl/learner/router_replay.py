@@ -26,8 +26,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.errors import InputError
+from megatron_rl.layers.context import cut_ranges
 from megatron_rl.learner.packing import Microbatch, RouterScores
-from megatron_rl.learner.process_groups import cut_ranges, replica_group
+from megatron_rl.learner.process_groups import replica_group
 from megatron_rl.model.architecture import Architecture
 from megatron_rl.process.ranks import hand_on
 from megatron_rl.routing import (

@@ -103,7 +103,7 @@ class Architecture:
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """The vocabulary rounded up to what ``tensor_parallel`` ranks share evenly.
 
-        Padding rows never reach a softmax: `learner.layers.logprobs` masks them, so pi is over the same tokens as mu.
+        Padding rows never reach a softmax: `learner.logprobs` masks them, so pi is over the same tokens as mu.
         """
         return -(-self.vocab_size // tensor_parallel) * tensor_parallel
 

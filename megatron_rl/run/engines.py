@@ -11,10 +11,9 @@ import torch
 
 from megatron_rl.checkpoint.hf_folder import resolve_stop_token_ids
 from megatron_rl.config import Recipe
-from megatron_rl.exact import bit_check
-from megatron_rl.exact.decode import Decoder
 from megatron_rl.exact.doses import make_dose
 from megatron_rl.exact.generator import ExactGenerator
+from megatron_rl.learner import bit_check
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.offload import OffloadError
 from megatron_rl.learner.passes import PhaseFn
@@ -51,7 +50,7 @@ def start_generator(
         return ExactGenerator(
             recipe.rollout,
             make_dose(recipe.exact, recipe.rollout.seed),
-            Decoder.of(learner),
+            learner.decoder(),
             stop_token_ids=resolve_stop_token_ids(recipe.rollout.stop_token_ids, recipe.model.path),
             decode=decode,
             describe=learner.describe_precision,

@@ -14,7 +14,7 @@ files=(
     tests/unit/objective/test_aggregation.py
     tests/unit/objective/test_metrics.py
     tests/unit/learner/test_logprobs_fused_head.py
-    tests/unit/learner/test_invariant.py
+    tests/unit/exact/test_invariant.py
     tests/unit/learner/test_logprobs.py
     tests/unit/learner/test_packing.py
     tests/unit/rollout/test_cpu_engine_sampler.py

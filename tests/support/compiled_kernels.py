@@ -35,8 +35,8 @@ def run(capability: str) -> dict[str, Any]:
 
 
 def call_all(dtype: torch.dtype) -> None:
-    """Every wrapper of `learner.layers.kernels`, with small tensors of the shapes that models have."""
-    from megatron_rl.learner.layers.kernels import attention, gemm, rows
+    """Every wrapper of `exact.kernels`, with small tensors of the shapes that models have."""
+    from megatron_rl.exact.kernels import attention, gemm, rows
 
     x, weights = torch.zeros(64, 128, dtype=dtype), [torch.zeros(256, 128, dtype=dtype) for _ in range(16)]
     numbers, probs = torch.arange(64), torch.zeros(64, dtype=dtype)

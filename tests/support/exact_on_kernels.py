@@ -62,7 +62,7 @@ def small_model(folder: Path) -> str:
 
 def main(dtype: str) -> dict[str, Any]:
     """Responses, an update's gate and its gradients, on kernels; the gradients once more by the CPU's functions."""
-    from megatron_rl.learner.layers import invariant, kernel_ops
+    from megatron_rl.exact import invariant, kernel_ops
     from tests.parallel.programs.exact import batch_of, prompts, start
 
     calls: dict[str, int] = {}

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 
 def kernel_modules() -> list[ModuleType]:
-    """The modules of `learner.layers.kernels` that launch kernels."""
-    from megatron_rl.learner.layers.kernels import attention, gemm, rows
+    """The modules of `exact.kernels` that launch kernels."""
+    from megatron_rl.exact.kernels import attention, gemm, rows
 
     return [attention, gemm, rows, rows]
 

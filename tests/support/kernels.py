@@ -52,8 +52,8 @@ def compositions(whole: Tensor, call: Callable[[Tensor], Tensor], most: int = 12
 
 
 def linear(dtype: torch.dtype) -> dict[str, Any]:
-    from megatron_rl.learner.layers import invariant
-    from megatron_rl.learner.layers.kernels import gemm
+    from megatron_rl.exact import invariant
+    from megatron_rl.exact.kernels import gemm
 
     x, weight = torch.randn(100, 80, dtype=dtype), torch.randn(40, 80, dtype=dtype)
     whole = gemm.linear(x, weight)
@@ -72,8 +72,8 @@ def linear(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def grouped(dtype: torch.dtype) -> dict[str, Any]:
-    from megatron_rl.learner.layers import invariant
-    from megatron_rl.learner.layers.kernels import gemm
+    from megatron_rl.exact import invariant
+    from megatron_rl.exact.kernels import gemm
 
     experts, x = torch.randint(0, 5, (90,)).sort().values, torch.randn(90, 48, dtype=dtype)
     experts[experts == 2] = 3  # one without rows
@@ -98,8 +98,8 @@ def grouped(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def rms_norm(dtype: torch.dtype) -> dict[str, Any]:
-    from megatron_rl.learner.layers.cpu_layers import rms_norm as cpu
-    from megatron_rl.learner.layers.kernels import rows as kernels
+    from megatron_rl.exact.kernels import rows as kernels
+    from megatron_rl.layers.cpu_layers import rms_norm as cpu
 
     x, weight = torch.randn(60, 72, dtype=dtype) * 3, torch.randn(72, dtype=dtype)
     whole = kernels.rms_norm(x, weight, 1e-6)
@@ -113,7 +113,7 @@ def rms_norm(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def rotate(dtype: torch.dtype) -> dict[str, Any]:
-    from megatron_rl.learner.layers.kernels import rows as kernels
+    from megatron_rl.exact.kernels import rows as kernels
 
     x, angle = torch.randn(40, 3, 20, dtype=dtype), 100 * torch.rand(40, 10)
     cos, sin = angle.cos(), angle.sin()
@@ -129,8 +129,8 @@ def rotate(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def gated_silu(dtype: torch.dtype) -> dict[str, Any]:
-    from megatron_rl.learner.layers.cpu_layers import gated_silu as cpu
-    from megatron_rl.learner.layers.kernels import rows as kernels
+    from megatron_rl.exact.kernels import rows as kernels
+    from megatron_rl.layers.cpu_layers import gated_silu as cpu
 
     hidden, probs = torch.randn(60, 66, dtype=dtype), torch.rand(60)
     whole = kernels.gated_silu(hidden, probs)
@@ -147,7 +147,7 @@ def gated_silu(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def route(dtype: torch.dtype) -> dict[str, Any]:
-    from megatron_rl.learner.layers.kernels import rows as kernels
+    from megatron_rl.exact.kernels import rows as kernels
 
     logits = torch.randn(60, 20, dtype=dtype)
     logits[:, 7] = logits[:, 3]  # equal ones: the lower index first
@@ -174,8 +174,8 @@ def route(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def combine(dtype: torch.dtype) -> dict[str, Any]:
-    from megatron_rl.learner.layers import kernel_ops
-    from megatron_rl.learner.layers.kernels import rows as kernels
+    from megatron_rl.exact import kernel_ops
+    from megatron_rl.exact.kernels import rows as kernels
 
     rows, places = torch.randn(120, 300, dtype=dtype), torch.randperm(120).view(40, 3)
     whole = kernels.combine(rows, places)
@@ -198,7 +198,7 @@ def combine(dtype: torch.dtype) -> dict[str, Any]:
 
 def sort_by_expert(dtype: torch.dtype) -> dict[str, Any]:
     """Against a stable sort, whichever experts are here; 400 tokens are two looks of a program."""
-    from megatron_rl.learner.layers.kernels.rows import sort_by_expert as kernel
+    from megatron_rl.exact.kernels.rows import sort_by_expert as kernel
 
     def differs(number: int, first: int, num_local: int) -> bool:
         chosen, probs = torch.rand(number, 12).topk(3).indices.sort(1).values, torch.rand(number, 3).to(dtype)
@@ -220,7 +220,7 @@ def sort_by_expert(dtype: torch.dtype) -> dict[str, Any]:
 def log_prob(dtype: torch.dtype) -> dict[str, Any]:
     """Statistics of logits, and the log-probs and entropies that come of them, whole and in two parts of which the
     second has padding."""
-    from megatron_rl.learner.layers.kernels import rows as kernels
+    from megatron_rl.exact.kernels import rows as kernels
 
     logits, tokens = 5 * torch.randn(40, 2500, dtype=torch.float32).to(dtype), torch.randint(0, 2500, (40,))
     everything = torch.arange(40)
@@ -264,7 +264,7 @@ def log_prob(dtype: torch.dtype) -> dict[str, Any]:
 
 def gradients(dtype: torch.dtype) -> dict[str, Any]:
     """Of what exact mode calls: those of PyTorch's functions at the same place, bit for bit."""
-    from megatron_rl.learner.layers import kernel_ops
+    from megatron_rl.exact import kernel_ops
 
     def of(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
         leaves = [x.detach().clone().requires_grad_() for x in tensors]
@@ -358,8 +358,8 @@ def _sequences(lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
 
 def attention(dtype: torch.dtype) -> dict[str, Any]:
     """A training pass, prompts in pages and single steps in pages, of any sequences beside each other."""
-    from megatron_rl.learner.layers import invariant
-    from megatron_rl.learner.layers.kernels import attention as kernels
+    from megatron_rl.exact import invariant
+    from megatron_rl.exact.kernels import attention as kernels
 
     kernels.SPLIT = 2  # so that 70 keys are two splits, of which the shorter sequences see one; so has `layer` below
     lengths, heads, kv_heads, width, scale = [70, 9, 33, 1], 6, 2, 24, 0.3
@@ -405,7 +405,7 @@ def attention(dtype: torch.dtype) -> dict[str, Any]:
 
 def layer(dtype: torch.dtype) -> dict[str, Any]:
     """A whole layer of experts: training pass = prompt + steps with a paged cache, beside any other sequences."""
-    from megatron_rl.learner.layers.kernels import attention, gemm, rows
+    from megatron_rl.exact.kernels import attention, gemm, rows
 
     hidden, heads, kv_heads, width, experts, top, inner = 32, 4, 2, 16, 6, 2, 20
     qkv, out = torch.randn((heads + 2 * kv_heads) * width, hidden) / 6, torch.randn(hidden, heads * width) / 8

@@ -83,7 +83,7 @@ class Recording(TorchDispatchMode):
 
 
 def main() -> dict[str, Any]:
-    from megatron_rl.learner.layers import invariant
+    from megatron_rl.exact import invariant
     from tests.parallel.programs.exact import generator_of, prompts, start
 
     recording, steps = Recording(), {}

@@ -113,7 +113,7 @@ class Launches:
 
 @contextmanager
 def kernels_recorded(found: Found) -> Iterator[None]:
-    from megatron_rl.learner.layers.kernels import gemm
+    from megatron_rl.exact.kernels import gemm
 
     # These tensors lie nowhere. The table is made once a place in memory, before any capture.
     table = patch.object(gemm, "weight_offsets", lambda weights: torch.zeros(len(weights), dtype=torch.int64))
@@ -124,7 +124,7 @@ def kernels_recorded(found: Found) -> Iterator[None]:
 @contextmanager
 def exchanges_recorded(found: Found) -> Iterator[None]:
     """Between ranks that are not there."""
-    from megatron_rl.learner.layers import invariant
+    from megatron_rl.exact import invariant
 
     def recorded(name: str) -> Callable[..., None]:
         def exchange(output: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
@@ -184,10 +184,10 @@ def step(dtype: str, tensor: int = 1, expert: int = 1) -> Found:
     has all weights, and the shapes of what it exchanges are those of ranks that share them out."""
     from megatron_rl.exact.doses import Dose
     from megatron_rl.exact.generator import Draws
+    from megatron_rl.exact.invariant import forced_kernels
+    from megatron_rl.exact.layers import PagedCache
     from megatron_rl.exact.schedule import Pages, Schedule
     from megatron_rl.exact.turns import Responses, Rows, Turns
-    from megatron_rl.learner.layers.exact_layers import PagedCache
-    from megatron_rl.learner.layers.invariant import forced_kernels
     from tests.parallel.programs.exact import start
 
     with tempfile.TemporaryDirectory() as folder:

@@ -24,7 +24,7 @@ DOORS = {
     "instruments.translate.nemo_rl": ("instruments.translate.nemo_rl_keys",),
     "instruments.translate.slime": ("instruments.translate.slime_keys",),
     "instruments.translate.verl": ("instruments.translate.verl_keys",),
-    "learner.layers.kernels": ("learner.layers.kernel_ops", "learner.layers.kernels.*"),
+    "exact.kernels": ("exact.kernel_ops", "exact.kernels.*"),
     "learner.learner": ("learner.passes",),
     "model.families": ("model.families.*",),
     "rewards.math_task": tuple(f"rewards.{part}" for part in ("atoms", "grammar", "latex", "tree", "units")),

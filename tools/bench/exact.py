@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from megatron_rl.batch import build_batch
 from megatron_rl.config import Recipe, load_recipe
-from megatron_rl.learner.layers.invariant import BatchInvariant
+from megatron_rl.exact.invariant import BatchInvariant
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import shutdown
 from megatron_rl.rollout import Generator

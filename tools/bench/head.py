@@ -24,7 +24,7 @@ def measure(side: str, tokens: int, width: int, vocab: int) -> dict[str, float]:
     """One forward and backward pass in this process: peak MiB above the inputs, seconds, and sums to compare."""
     import torch
 
-    from megatron_rl.learner.layers.logprobs import head_logprobs, token_logprobs
+    from megatron_rl.learner.logprobs import head_logprobs, token_logprobs
 
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, requires_grad=True)

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config.learner import LearnerConfig
-from megatron_rl.learner.layers.attention import PackedSequences
-from megatron_rl.learner.layers.logprobs import token_logprobs
+from megatron_rl.layers.attention import PackedSequences
+from megatron_rl.learner.logprobs import token_logprobs
 from megatron_rl.learner.model import build_model
 from megatron_rl.learner.process_groups import initialize, shutdown
 from megatron_rl.model.architecture import Architecture, read_architecture

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.learner.layers.kernels import attention as attention_kernels
-from megatron_rl.learner.layers.kernels import gemm
+from megatron_rl.exact.kernels import attention as attention_kernels
+from megatron_rl.exact.kernels import gemm
 from megatron_rl.model.architecture import Architecture, shape_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

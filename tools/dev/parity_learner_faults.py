@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.exact.layers import PagedCache
 from megatron_rl.exact.step import StepForward
 from megatron_rl.instruments.parity import learner_taps
 from megatron_rl.instruments.parity.record import replaced
-from megatron_rl.learner.layers import cpu_layers
-from megatron_rl.learner.layers.attention import attend
-from megatron_rl.learner.layers.exact_layers import PagedCache
+from megatron_rl.layers import cpu_layers
+from megatron_rl.layers.attention import attend
 from tools.dev.parity_bench import (
     LAYER,
     Bench,

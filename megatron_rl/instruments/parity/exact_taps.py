@@ -18,9 +18,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron_rl.exact import step as exact_step
 from megatron_rl.exact.decode import Decoder
 from megatron_rl.exact.generator import GivenTokens
+from megatron_rl.exact.layers import CachedStep
 from megatron_rl.instruments.parity import learner_taps
 from megatron_rl.instruments.parity.record import ExpertRows, Record, replaced
-from megatron_rl.learner.layers.exact_layers import CachedStep
+from megatron_rl.learner.logprobs import token_logprobs
 
 Tensor = torch.Tensor
 WITNESS = "exact generation"
@@ -35,6 +36,7 @@ def run(module: GPTModel, sequences: Sequence[Sequence[int]], *, vocabulary: int
         module,
         vocabulary,
         device,
+        token_logprobs,
         max_tokens=len(whole.tokens),
         max_sequences=len(sequences),
         kv_cache=True,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
+from megatron_rl.exact.invariant import batch_invariant
 from megatron_rl.exact.step import forward
 from megatron_rl.instruments.parity.record import (
     ExpertRows,
@@ -29,11 +30,10 @@ from megatron_rl.instruments.parity.record import (
     replaced,
     tensor_of,
 )
-from megatron_rl.learner.layers.attention import PackedSequences
-from megatron_rl.learner.layers.invariant import batch_invariant
-from megatron_rl.learner.layers.logprobs import token_logprobs
+from megatron_rl.layers.attention import PackedSequences
+from megatron_rl.layers.context import ContextShare
+from megatron_rl.learner.logprobs import token_logprobs
 from megatron_rl.learner.model import use_transformer_engine
-from megatron_rl.learner.process_groups import ContextShare
 from megatron_rl.process.ranks import gather_objects
 
 Tensor = torch.Tensor
@@ -286,7 +286,7 @@ def _tap_heads(stack: ExitStack, record: Record, number: int, attention: torch.n
             if cos_sin is None:  # Megatron-Core rotates what this returns
                 keep_norms(tensors)
                 return tensors
-            keep("q_rope", tensors[0])  # rotated inside: see the layers of `learner.layers`
+            keep("q_rope", tensors[0])  # rotated inside: see the layers of `layers`
             keep("k_rope", tensors[1])
             if _is_norm(attention.q_layernorm):
                 half = cos_sin.size(-1) // 2

@@ -1,6 +1,6 @@
 """Time and memory of generation on GPUs: by vLLM, with its key/value cache, and by the exact engine.
 
-Exact generation has the learner's layout, `exact.schedule` and the kernels of `learner.layers.kernels`.
+Exact generation has the learner's layout, `exact.schedule` and the kernels of `exact.kernels`.
 
 A step of one replica is a chain of kernels, each limited by memory traffic or by computation. Exactness has a price:
 products have tiles of 64 rows and are not split along K, so that narrow ones leave processors idle; a program of
@@ -168,7 +168,7 @@ def prefill_costs(work: Workload) -> tuple[float, float]:
     return 2 * active_parameters(a) / rate, attention / rate
 
 
-TILE = 64  # rows and columns of a product's tile; rows of a program of attention: learner/layers/kernels
+TILE = 64  # rows and columns of a product's tile; rows of a program of attention: exact/kernels
 KEY_BLOCK = 32
 SPLIT = 16  # blocks of keys per program of attention
 KERNELS = 29

@@ -149,7 +149,7 @@ def _num_tables(a: Architecture, first: bool, last: bool) -> int:
 
 # Memory of a microbatch between its forward and its backward pass, tensor by tensor.
 #
-# The tables list the tensors that autograd keeps for the learner's modules. Those of `learner.layers.cpu_layers`, which
+# The tables list the tensors that autograd keeps for the learner's modules. Those of `layers.cpu_layers`, which
 # run without TransformerEngine, are compared with measured peaks (`tools.dev.measure_memory`). With ``fused``, entries
 # are for TransformerEngine's layers; they come from reading its source and Megatron's.
 #
@@ -170,7 +170,7 @@ class Activations:
     tokens: int  # N; with context parallelism, the tokens of this rank
     fp32_head: bool = False
     fused_head: bool = False
-    fused: bool = True  # TransformerEngine's layers; False: those of `learner.layers.cpu_layers`, as on a CPU
+    fused: bool = True  # TransformerEngine's layers; False: those of `layers.cpu_layers`, as on a CPU
     imbalance: float = 1.0  # tokens of the busiest expert-parallel rank over the mean
 
     @property

@@ -31,7 +31,7 @@ def unmarked_experts(setting: Setting) -> Outcome:
 
 def lost_keys(setting: Setting) -> Outcome:
     """Ranks that share a sequence lose the gradients of their keys and values."""
-    from megatron_rl.learner.layers.attention import ContextKeys
+    from megatron_rl.layers.attention import ContextKeys
 
     own = ContextKeys.gather
     ContextKeys.gather = lambda self, key, value: own(self, key, value).detach()

@@ -19,11 +19,11 @@ from megatron_rl.batch import build_batch
 from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.data import load_tokenizer
 from megatron_rl.errors import RunEnded
-from megatron_rl.exact import bit_check
 from megatron_rl.exact.decode import GIB, CacheShape
 from megatron_rl.exact.generator import ExactGenerator
+from megatron_rl.exact.invariant import BatchInvariant
 from megatron_rl.exact.step import StepForward
-from megatron_rl.learner.layers.invariant import BatchInvariant
+from megatron_rl.learner import bit_check
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import initialize
 from megatron_rl.monitor.monitor import PhaseTimer

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config.learner import LearnerConfig
-from megatron_rl.learner.layers.attention import PackedSequences
+from megatron_rl.layers.attention import PackedSequences
 from megatron_rl.learner.model import build_model
 from megatron_rl.learner.process_groups import initialize
 from megatron_rl.model.architecture import read_architecture

@@ -126,7 +126,8 @@ def ring_attention(lengths: list[int]) -> dict[str, Any]:
     from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import attn_forward_func_with_cp
 
     from megatron_rl.config.learner import ParallelConfig
-    from megatron_rl.learner.process_groups import ContextShare, initialize
+    from megatron_rl.layers.context import ContextShare
+    from megatron_rl.learner.process_groups import initialize
 
     initialize(ParallelConfig(context=dist.get_world_size() if dist.is_initialized() else 2), "cpu", seed=0)
     group, share = parallel_state.get_context_parallel_group(), ContextShare.of_this_rank()
@@ -186,7 +187,7 @@ def thd_choices() -> dict[str, str]:
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
     from megatron_rl.errors import InputError
-    from megatron_rl.learner.layers.attention import packed_attention, refuse_unfused_attention
+    from megatron_rl.layers.attention import packed_attention, refuse_unfused_attention
 
     fused = extension.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
     results = {}

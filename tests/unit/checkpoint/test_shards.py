@@ -7,7 +7,7 @@ from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from megatron_rl.checkpoint.shards import half_of, interleaved
-from megatron_rl.learner.layers.cpu_layers import clamped_swiglu
+from megatron_rl.layers.cpu_layers import clamped_swiglu
 from tests.support.rounding import assert_as_double
 
 TOKENS, HIDDEN, WIDTH = 7, 6, 5

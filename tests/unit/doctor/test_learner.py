@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.doctor import learner
 from megatron_rl.doctor.checks import Setting
-from megatron_rl.learner.layers import attention
+from megatron_rl.layers import attention
 from megatron_rl.learner.model import mark_expert_parameters
 
 SETTING = Setting("cuda", 1, "/tmp")

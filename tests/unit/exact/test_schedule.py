@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megatron_rl.exact.invariant import KEY_BLOCK
+from megatron_rl.exact.layers import PagedCache
 from megatron_rl.exact.schedule import Pages, Schedule, num_pages
-from megatron_rl.learner.layers.exact_layers import PagedCache
-from megatron_rl.learner.layers.invariant import KEY_BLOCK
 
 
 class Paper:

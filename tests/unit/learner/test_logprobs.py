@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl.learner.layers.logprobs import head_logprobs, keep_sets, token_logprobs
+from megatron_rl.learner.logprobs import head_logprobs, keep_sets, token_logprobs
 from tests.support.rounding import assert_as_double, rounded
 
 

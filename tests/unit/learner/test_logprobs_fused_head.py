@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.learner.layers import logprobs
-from megatron_rl.learner.layers.logprobs import head_logprobs, token_logprobs
+from megatron_rl.learner import logprobs
+from megatron_rl.learner.logprobs import head_logprobs, token_logprobs
 from tests.support.rounding import assert_as_double, bound_from_double, gamma
 
 N, ROWS, H, V, TRUE_V = 90, 70, 16, 112, 101

@@ -15,9 +15,10 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron_rl.config.learner import LearnerConfig, ParallelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
+from megatron_rl.exact import invariant
+from megatron_rl.layers import attention
 from megatron_rl.learner import learner as learner_module
 from megatron_rl.learner import model, optimizer, process_groups
-from megatron_rl.learner.layers import attention, invariant
 from megatron_rl.model.architecture import read_architecture
 from megatron_rl.monitor import run_directory
 from megatron_rl.monitor.monitor import PhaseTimer, peak_memory_gib

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.layers.context import WHOLE_ROW
 from megatron_rl.learner.packing import Row, build_microbatch, deal
-from megatron_rl.learner.process_groups import WHOLE_ROW
 from megatron_rl.types import Batch, Sequence
 from tests.support.rounding import assert_as_double
 
@@ -113,7 +113,7 @@ def test_packed_attention_equals_one_sequence_at_a_time(lengths):
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_rl.learner.layers.attention import PackedSequences, SDPACoreAttention
+    from megatron_rl.layers.attention import PackedSequences, SDPACoreAttention
 
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2)
     attention = SDPACoreAttention(config, 1, AttnMaskType.causal, "self")

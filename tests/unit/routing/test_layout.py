@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron_rl.learner.process_groups import ContextShare, cut_ranges
+from megatron_rl.layers.context import ContextShare, cut_ranges
 from megatron_rl.routing import missing_id, pack_routes, packed_keys
 from megatron_rl.routing.layout import PADDING_ID, CheckedRoutes, padding_routes, parts_in
 from megatron_rl.routing.payload import malformed_rows

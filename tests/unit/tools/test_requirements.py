@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_rl.learner.layers.attention import FLASH_ATTN
+from megatron_rl.layers.attention import FLASH_ATTN
 from megatron_rl.patching.series import Series
 from tests.support.patience import PATIENCE_S
 from tools.stubs import make

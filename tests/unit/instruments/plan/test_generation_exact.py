@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from megatron_rl.config import load_recipe
+from megatron_rl.exact import invariant
 from megatron_rl.exact.decode import CUDA_ROWS, CUDA_STEPS
 from megatron_rl.exact.doses import make_dose
 from megatron_rl.instruments.plan import GPUS, hardware, make_plan, make_workload
 from megatron_rl.instruments.plan import generation as model
 from megatron_rl.instruments.plan.memory import exact_cache, memory_plan
 from megatron_rl.instruments.plan.workload import Workload
-from megatron_rl.learner.layers import invariant
 from megatron_rl.model.architecture import shape_of
 from tests.support.reach import REPOSITORY
 from tests.support.rounding import rounded

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.instruments.plan.learner import Activations
-from megatron_rl.learner.layers.logprobs import head_logprobs, token_logprobs
+from megatron_rl.learner.logprobs import head_logprobs, token_logprobs
 from megatron_rl.model.architecture import read_architecture
 from tests.support.tiny import MODEL
 from tools.dev.measure_memory import peak_bytes

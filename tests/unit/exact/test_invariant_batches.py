@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.learner.layers.invariant import KEY_BLOCK, BatchInvariant, add_rows, attention
-from megatron_rl.learner.layers.logprobs import token_logprobs
+from megatron_rl.exact.invariant import KEY_BLOCK, BatchInvariant, add_rows, attention
+from megatron_rl.learner.logprobs import token_logprobs
 from tests.support.slow import slow_but
 
 BATCHES = 1000

@@ -14,10 +14,9 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_rl.errors import RunEnded
-from megatron_rl.exact.decode import Decoder
 from megatron_rl.exact.generator import GivenTokens
+from megatron_rl.exact.invariant import batch_invariant
 from megatron_rl.exact.step import forward, watched
-from megatron_rl.learner.layers.invariant import batch_invariant
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.passes import tokens_at
 from megatron_rl.process.ranks import gather_objects
@@ -121,7 +120,7 @@ def _generated_rows(learner: Learner, batch: Batch, index: int) -> Rows:
 
     They are batched as in generation, without the groups that `batch.filter_groups` has left out.
     """
-    decoder, rows = Decoder.of(learner), {}
+    decoder, rows = learner.decoder(), {}
     tokens = tokens_at(batch, decoder.replica_of(len(batch.sequences)), learner.replicas)
     # Of what another replica generates the decoder knows the length alone.
     whole = [tokens.get(i, np.zeros(s.length, np.int32)) for i, s in enumerate(batch.sequences)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.learner.layers import cpu_layers
+from megatron_rl.layers import cpu_layers
 from tests.support.rounding import assert_as_double
 
 EPS = 1e-6

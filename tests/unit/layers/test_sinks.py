@@ -8,9 +8,9 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_rl.learner.layers import sinks
-from megatron_rl.learner.layers.attention import PackedSequences
-from megatron_rl.learner.layers.sinks import SinkAttention, attend_with_sinks
+from megatron_rl.layers import sinks
+from megatron_rl.layers.attention import PackedSequences
+from megatron_rl.layers.sinks import SinkAttention, attend_with_sinks
 from tests.support.rounding import assert_as_double
 
 HEADS, GROUPS, WIDTH, WINDOW = 4, 2, 16, 5

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from megatron_rl.config.learner import LOGIT_CHUNK_ROWS
-from megatron_rl.learner.layers.invariant import kernel_ops, on_kernels
+from megatron_rl.exact.invariant import kernel_ops, on_kernels
 
 
 def token_logprobs(

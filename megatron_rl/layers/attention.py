@@ -40,7 +40,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.errors import InputError
-from megatron_rl.learner.process_groups import WHOLE_ROW, ContextShare
+from megatron_rl.layers.context import WHOLE_ROW, ContextShare
 
 # PyTorch's attention, as all layers call it that compute without TransformerEngine.
 

@@ -1,6 +1,6 @@
 """Exact mode's Triton kernels with the gradients of the plain functions: what `invariant` calls where it uses kernels.
 
-Forward is a kernel of `learner.layers.kernels`, backward is PyTorch's. Importing this imports Triton.
+Forward is a kernel of `exact.kernels`, backward is PyTorch's. Importing this imports Triton.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from megatron_rl.learner.layers import cpu_layers
-from megatron_rl.learner.layers.attention import attend
-from megatron_rl.learner.layers.kernels import attention as attention_kernels
-from megatron_rl.learner.layers.kernels import gemm, rows
-from megatron_rl.learner.layers.kernels.rows import sort_by_expert
+from megatron_rl.exact.kernels import attention as attention_kernels
+from megatron_rl.exact.kernels import gemm, rows
+from megatron_rl.exact.kernels.rows import sort_by_expert
+from megatron_rl.layers import cpu_layers
+from megatron_rl.layers.attention import attend
 
 Tensor = torch.Tensor
 

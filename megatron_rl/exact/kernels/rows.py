@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_rl.learner.layers.kernels.gemm import INTERPRETED, NUM_WARPS, check, rounded, whole
+from megatron_rl.exact.kernels.gemm import INTERPRETED, NUM_WARPS, check, rounded, whole
 
 VOCABULARY_BLOCK = 1024
 MOST_EXPERTS = 1024

@@ -1,4 +1,4 @@
-"""Exact mode's forward kernels in Triton: the algorithm of `learner.layers.invariant` for what Triton compiles for.
+"""Exact mode's forward kernels in Triton: the algorithm of `exact.invariant` for what Triton compiles for.
 
 A row's numbers depend on its own inputs alone [VX], because every kernel has
 

@@ -24,18 +24,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.learner.layers.attention import (
-    KeyNorm,
-    PackedSequences,
-    QueryNorm,
-    SDPACoreAttention,
-    WideNorm,
-    attend,
-    padding_indices,
-    padding_pays,
-)
-from megatron_rl.learner.layers.cpu_layers import CosSinEmbedding, of_class, parts_of
-from megatron_rl.learner.layers.invariant import (
+from megatron_rl.exact.invariant import (
     KEY_BLOCK,
     TILE,
     attention,
@@ -46,6 +35,17 @@ from megatron_rl.learner.layers.invariant import (
     rotate,
     step_attention,
 )
+from megatron_rl.layers.attention import (
+    KeyNorm,
+    PackedSequences,
+    QueryNorm,
+    SDPACoreAttention,
+    WideNorm,
+    attend,
+    padding_indices,
+    padding_pays,
+)
+from megatron_rl.layers.cpu_layers import CosSinEmbedding, of_class, parts_of
 
 
 class PagedCache:

@@ -22,8 +22,8 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
-from megatron_rl.learner.layers.attention import SDPACoreAttention, attend
-from megatron_rl.learner.layers.cpu_layers import GATE_LIMIT, UP_OFFSET
+from megatron_rl.layers.attention import SDPACoreAttention, attend
+from megatron_rl.layers.cpu_layers import GATE_LIMIT, UP_OFFSET
 from megatron_rl.model.architecture import Architecture
 from megatron_rl.model.decoder import Yarn
 

@@ -5,7 +5,7 @@ embedding is two concatenations, two products and a sum, and cosines of every an
 memory in each of them. Here each such stretch is one function in few passes (`rms_norm`, …), with its own gradient; the
 layers and `kernel_ops` call these in their autograd functions. All experts of a rank are one function, so that
 elementwise work is done once for all of them. Parameters, their names and the results (to rounding) are Megatron's;
-tests/unit/learner/test_cpu_layers.py compares values and gradients with the original layers.
+tests/unit/layers/test_cpu_layers.py compares values and gradients with the original layers.
 
 Shapes: N tokens, b = 1, H hidden size, D head width, E local experts, F expert width, K experts per token, M = N·K rows
 that are sorted by expert. Activations have the learner's dtype, 1 / rms is float32.
@@ -34,7 +34,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.learner.layers.attention import PackedRotaryEmbedding, WideNorm
+from megatron_rl.layers.attention import PackedRotaryEmbedding, WideNorm
 
 Tensor = torch.Tensor
 

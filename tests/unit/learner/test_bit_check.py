@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.errors import RunEnded
-from megatron_rl.exact import bit_check as gate
+from megatron_rl.learner import bit_check as gate
 from megatron_rl.types import Batch
 from tests.support.tiny import stored_rollouts, tiny_recipe
 

@@ -17,7 +17,7 @@ such call is made in one fixed shape:
 
 On CUDA the same algorithm runs in Triton kernels (`kernel_ops`); their tiles are others, and with them the bits.
 
-Backward passes are left as they are: nothing compares gradients bit for bit with another engine. `exact.bit_check`
+Backward passes are left as they are: nothing compares gradients bit for bit with another engine. `learner.bit_check`
 compares sampled tokens in every step, so that nothing rests on trust in a given machine.
 """
 
@@ -139,7 +139,7 @@ def batch_invariant(device: torch.device) -> AbstractContextManager:
 
 def kernel_ops() -> Any:
     """The module of that name, which imports Triton: a CPU does without."""
-    from megatron_rl.learner.layers import kernel_ops
+    from megatron_rl.exact import kernel_ops
 
     return kernel_ops
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
-from megatron_rl.learner.layers import attention
-from megatron_rl.learner.layers.attention import ContextKeys, refuse_unfused_attention
+from megatron_rl.layers import attention
+from megatron_rl.layers.attention import ContextKeys, refuse_unfused_attention
+from megatron_rl.layers.context import ContextShare, cut_ranges
 from megatron_rl.learner.packing import build_microbatch
-from megatron_rl.learner.process_groups import ContextShare, cut_ranges
 from megatron_rl.types import Batch, Sequence
 from tests.support.rounding import assert_as_double
 

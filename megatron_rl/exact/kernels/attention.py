@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_rl.learner.layers.kernels.gemm import INTERPRETED, NUM_WARPS, check, dot, rounded, whole
+from megatron_rl.exact.kernels.gemm import INTERPRETED, NUM_WARPS, check, dot, rounded, whole
 
 KEY_BLOCK = 32
 """Keys that are taken at a time, and tokens of a page of the cache."""

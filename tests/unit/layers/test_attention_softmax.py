@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.learner.layers import attention
-from megatron_rl.learner.layers.attention import PACKS_IN_VAIN, attend
+from megatron_rl.layers import attention
+from megatron_rl.layers.attention import PACKS_IN_VAIN, attend
 
 
 def inputs(dtype: torch.dtype) -> list[torch.Tensor]:

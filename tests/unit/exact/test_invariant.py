@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.learner.layers.attention import attend
-from megatron_rl.learner.layers.invariant import KEY_BLOCK, BatchInvariant, add_rows, attention
+from megatron_rl.exact.invariant import KEY_BLOCK, BatchInvariant, add_rows, attention
+from megatron_rl.layers.attention import attend
 from tests.support.rounding import CLOSED_FORM, assert_as_double, assert_rounded
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

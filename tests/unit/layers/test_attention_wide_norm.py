@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.learner.layers import attention
-from megatron_rl.learner.layers.exact_layers import norm_over_heads
+from megatron_rl.exact.layers import norm_over_heads
+from megatron_rl.layers import attention
 
 ROWS, WIDTH, EPS = 5, 12, 1e-3
 
