@@ -237,7 +237,7 @@ def render_page(results: Results) -> str:
         f"![curves of the study](../images/{_image(study.name)})\n",
         f"Claim: {study.claim}\n",
         *_runs(results),
-        f"[The study file](../../{recipes}/study.yaml) has the setting.\n",
+        f"Setting: [study.yaml](../../{recipes}/study.yaml).\n",
         *_page_table(results),
         f"The whole report: `megatron-rl lab report {recipes} --out docs/lab/runs/{study.name}.jsonl.xz`",
     ]
