@@ -154,7 +154,7 @@ def test_fewer_rows_at_a_time_take_longer():
 
 def test_what_is_assumed_is_what_the_code_does():
     assert (model.TILE, model.KEY_BLOCK, hardware.EXACT_STEPS) == (CUDA_ROWS, invariant.KEY_BLOCK, CUDA_STEPS)
-    kernels = REPOSITORY / "megatron_rl" / "learner" / "layers" / "kernels"
+    kernels = REPOSITORY / "megatron_rl" / "exact" / "kernels"
     sizes = dict(re.findall(r"^(\w+) = (\d+)$", (kernels / "gemm.py").read_text(), re.MULTILINE))
     sizes |= dict(re.findall(r"^(\w+) = (\d+)$", (kernels / "attention.py").read_text(), re.MULTILINE))
     assert {sizes[name] for name in ("BLOCK_ROWS", "BLOCK_COLUMNS", "ROWS")} == {str(model.TILE)}
