@@ -175,10 +175,10 @@ def test_the_newest_checkpoint_of_a_run_is_compared(tmp_path):
     train += ["-m", "megatron_rl", "train", GRPO, *BOTH, *(x for setting in settings for x in ("--set", setting))]
     done = subprocess.run(train, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = parity_of(tmp_path / "parity", str(tmp_path / "run"), ranks=2)
-    assert {entry["witness"] for entry in found["operators"]} == {*WITNESSES} - {"exact generation"}
-    assert found["layout"]["tensor"] == 2
-    assert found["model"]["sha256"] != model_hash(MODEL)  # an update at a high rate has moved the weights
+    report = parity_of(tmp_path / "parity", str(tmp_path / "run"), ranks=2)
+    assert {entry["witness"] for entry in report["operators"]} == {*WITNESSES} - {"exact generation"}
+    assert report["layout"]["tensor"] == 2
+    assert report["model"]["sha256"] != model_hash(MODEL)  # an update at a high rate has moved the weights
 
 
 @pytest.mark.slow

@@ -50,15 +50,15 @@ def test_engines_disagree_in_bf16_and_agree_in_fp32(results):
     assert_only_near_ties_differ(results["fp32"], results["fp32"]["bound"])
 
 
-def assert_only_near_ties_differ(found: dict, bound: float) -> None:
+def assert_only_near_ties_differ(differences: dict, bound: float) -> None:
     """In fp32 a router's choice can differ only where two experts are as good to seven digits. One sequence of 144 may
     meet that; the others agree to rounding, and all do once their routes are replayed."""
-    assert found["metrics"]["router/agree_frac"] >= 1 - found["longest"]
+    assert differences["metrics"]["router/agree_frac"] >= 1 - differences["longest"]
     apart = 2 * bound  # two engines, neither of them in float64
-    assert found["replayed"] <= math.expm1(apart) < 0.01
-    assert len(found["native, by sequence"]) == 144
-    assert sorted(found["native, by sequence"])[-2] <= apart
-    assert found["native"] <= math.expm1(apart) or found["metrics"]["router/agree_frac"] < 1.0
+    assert differences["replayed"] <= math.expm1(apart) < 0.01
+    assert len(differences["native, by sequence"]) == 144
+    assert sorted(differences["native, by sequence"])[-2] <= apart
+    assert differences["native"] <= math.expm1(apart) or differences["metrics"]["router/agree_frac"] < 1.0
 
 
 def test_routes_after_a_weight_update_are_those_of_the_new_weights(results):

@@ -103,9 +103,9 @@ class TestSampling:
         groups = generator.rollout(prompts(16), 4, policy_version=0, step=0, sampling=sampling)
         expected, routes = hf_reference.score(double_reference, groups, sampling)
         single, _ = hf_reference.score(reference, groups, sampling)
-        expected, single, found = map(np.concatenate, (expected, single, flat(groups, "inference_logprobs")))
+        expected, single, recorded = map(np.concatenate, (expected, single, flat(groups, "inference_logprobs")))
         bound = bound_from_double(single, expected, longest_sum=reference.config.hidden_size)
-        assert np.abs(found - expected).max() <= bound
+        assert np.abs(recorded - expected).max() <= bound
         for rollout_routes, expected_routes in zip(flat(groups, "routed_experts"), routes, strict=True):
             assert (np.sort(rollout_routes, -1) == expected_routes).all()
 
@@ -157,12 +157,12 @@ class TestSampling:
                 stream = UniformStream(request_seed(0, 7, group.prompt.id, rollout.sample))
                 uniforms += [stream.next() for _ in rollout.tokens]
                 tokens, first = torch.tensor([[*group.prompt.tokens, *rollout.tokens]]), len(group.prompt.tokens) - 1
-                for model, found in ((double_reference, edges), (reference, single)):
+                for model, intervals in ((double_reference, edges), (reference, single)):
                     with torch.no_grad():
                         output = model(input_ids=tokens).logits[0, first:-1]
                     cumulated = hf_reference.distribution(output, sampling).exp().cumsum(-1)
                     for after, token in zip(cumulated.numpy(), rollout.tokens, strict=True):
-                        found.append((after[token - 1] if token else 0.0, after[token]))
+                        intervals.append((after[token - 1] if token else 0.0, after[token]))
         assert len(uniforms) > 200
         bound = bound_from_double(np.array(single), np.array(edges), longest_sum=reference.config.hidden_size)
         before, after = np.array(edges).T
@@ -354,10 +354,10 @@ class TestRefit:
         path, sampling = export(perturbed(1), tmp_path / "v1"), Sampling(MAX_RESPONSE_LENGTH)
         logprobs, routes = hf_reference.score(hf_reference.load(path, torch.float64), updated, sampling)
         bound = hf_reference.rounding_bound(updated, sampling, path)
-        found = np.concatenate(flat(updated, "inference_logprobs"))
-        assert np.abs(found - np.concatenate(logprobs)).max() <= bound
+        recorded = np.concatenate(flat(updated, "inference_logprobs"))
+        assert np.abs(recorded - np.concatenate(logprobs)).max() <= bound
         old, _ = hf_reference.score(hf_reference.load(MODEL), updated, sampling)
-        assert np.abs(found - np.concatenate(old)).max() > bound, "the old weights' log-probs would pass"
+        assert np.abs(recorded - np.concatenate(old)).max() > bound, "the old weights' log-probs would pass"
         assert all((np.sort(a, -1) == b).all() for a, b in zip(flat(updated, "routed_experts"), routes, strict=True))
 
     def test_an_incomplete_update_ends_generation(self):
@@ -463,8 +463,8 @@ def test_prompts_in_chunks_have_their_own_routes(monkeypatch):
     assert preempted
     whole = Sampling(num_tokens)
     logprobs, routes = hf_reference.score(hf_reference.load(MODEL, torch.float64), groups, whole)
-    found = np.concatenate(flat(groups, "inference_logprobs"))
-    assert np.abs(found - np.concatenate(logprobs)).max() <= hf_reference.rounding_bound(groups, whole)
+    logprobs_of_vllm = np.concatenate(flat(groups, "inference_logprobs"))
+    assert np.abs(logprobs_of_vllm - np.concatenate(logprobs)).max() <= hf_reference.rounding_bound(groups, whole)
     for recorded, expected in zip(flat(groups, "routed_experts"), routes, strict=True):
         assert (np.sort(recorded, -1) == expected).all()
 

@@ -43,10 +43,12 @@ def test_two_ranks_return_what_one_returns(tensor_parallel, alone, left_by_a_kil
     ranks = run_ranks("tests.e2e.programs.rollout", "rollout_beside_megatron", 2, tensor_parallel=tensor_parallel)
     bound = 2 * max(rounding_bound(groups, Sampling(24)) for groups in alone)
     owners = []
-    for expected, *found in zip(rollouts(alone), *(rollouts(returned["results"]) for returned in ranks), strict=True):
-        assert len({one.owner for one in found}) == 1
-        owners.append(found[0].owner)
-        for rank, one in enumerate(found):
+    for expected, *on_ranks in zip(
+        rollouts(alone), *(rollouts(returned["results"]) for returned in ranks), strict=True
+    ):
+        assert len({one.owner for one in on_ranks}) == 1
+        owners.append(on_ranks[0].owner)
+        for rank, one in enumerate(on_ranks):
             assert (one.prompt_id, one.sample, one.length, one.finish_reason) == (
                 expected.prompt_id,
                 expected.sample,
@@ -55,7 +57,7 @@ def test_two_ranks_return_what_one_returns(tensor_parallel, alone, left_by_a_kil
             )
             if rank != one.owner:
                 assert one.tokens is one.inference_logprobs is one.policy_versions is one.routed_experts is None
-        whole = found[owners[-1]]
+        whole = on_ranks[owners[-1]]
         assert whole.tokens.tolist() == expected.tokens.tolist()
         assert np.abs(whole.inference_logprobs - expected.inference_logprobs).max() <= bound
         assert (whole.policy_versions == expected.policy_versions).all()

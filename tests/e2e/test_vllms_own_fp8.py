@@ -108,9 +108,9 @@ def test_codes_and_scales_are_ours_after_load_and_after_an_update(monkeypatch):
                 stacks.clear()
                 generator.refit(iter(weights.items()), version)
                 assert sorted(stacks) == ["down"] * 4 + ["gate"] * 4 + ["up"] * 4
-            right, found = rounded_checkpoint(weights, "fp8", BLOCK), generator._llm.apply_model(held)[0]
-            assert torch.equal(found.pop("router"), weights["model.layers.3.mlp.gate.weight"])
-            for name, tensor in found.items():
+            right, tensors = rounded_checkpoint(weights, "fp8", BLOCK), generator._llm.apply_model(held)[0]
+            assert torch.equal(tensors.pop("router"), weights["model.layers.3.mlp.gate.weight"])
+            for name, tensor in tensors.items():
                 assert torch.equal(tensor, right[f"model.layers.3.{name}.weight"]), (version, name)
                 assert not torch.equal(tensor, weights[f"model.layers.3.{name}.weight"])
             (group,) = generator.rollout(

@@ -55,8 +55,8 @@ def test_exact_mode_has_the_bits_of_the_update(dtype):
 @one_thread
 def test_exact_mode_has_the_bits_of_the_update_on_two_ranks():
     program, arguments = "tests.parallel.programs.exact", {"dtype": "bf16", "parallel": {"tensor": 2}, "sizes": [3]}
-    for found in run_ranks(program, "bits_over_batches", 2, init_process_group=False, **arguments):
-        assert set(found["differing"].values()) == {0}, found["differing"]
+    for of_rank in run_ranks(program, "bits_over_batches", 2, init_process_group=False, **arguments):
+        assert set(of_rank["differing"].values()) == {0}, of_rank["differing"]
 
 
 def test_exact_mode_has_a_gate_of_zero_in_updates():

@@ -102,7 +102,7 @@ def memory(tmp_path_factory) -> dict[int, list[dict]]:
 @pytest.mark.parametrize("save", ["at once", "beside training"])
 def test_four_times_the_ranks_need_no_more_memory_each(memory, save):
     """Must hold: at most 5% more, where a rank's part is the same. Gathering the state would add twelve parts."""
-    parts = {ranks: max(rank["part"] for rank in found) for ranks, found in memory.items()}
+    parts = {ranks: max(rank["part"] for rank in of_ranks) for ranks, of_ranks in memory.items()}
     assert 0.95 < parts[16] / parts[4] <= 1.0
     few, many = (max(rank[save] for rank in memory[ranks]) for ranks in (4, 16))
     assert many <= 1.05 * few

@@ -18,7 +18,7 @@ PRECISION = 1e-5  # relative: what is asked for
 
 
 @pytest.fixture(scope="module")
-def found():
+def gradients():
     """Norms and one whole gradient of every layout, on every rank."""
     jobs: dict[int, dict] = {1: {}, 2: {}, 4: {}}
     for name, (ranks, parallel) in {"one": (1, {}), **LAYOUTS}.items():
@@ -28,10 +28,10 @@ def found():
 
 
 @pytest.mark.parametrize("layout", slow_but(["cp2ep2"], LAYOUTS))
-def test_gradients_are_those_of_one_rank(found, layout):
-    (one,) = found["one"]
+def test_gradients_are_those_of_one_rank(gradients, layout):
+    (one,) = gradients["one"]
     whole = torch.cat([gradient.flatten() for gradient in one["clipped"].values()])
-    for rank in found[layout]:
+    for rank in gradients[layout]:
         assert rank["clipped"].keys() == one["clipped"].keys()
         here = torch.cat([rank["clipped"][name].flatten() for name in one["clipped"]])
         assert float((here - whole).norm()) <= PRECISION * float(whole.norm())

@@ -164,8 +164,8 @@ def test_biases_that_are_to_move_follow_the_load(runs, models):
     with torch.no_grad(), watched_routers(model, batch, seen):
         logits(model, batch)
     biases = [name for name in start if name.endswith("e_score_correction_bias")]
-    for name, found in zip(biases, seen, strict=True):
-        scores = torch.from_numpy(found).sigmoid() + start[name].double()
+    for name, router_logits in zip(biases, seen, strict=True):
+        scores = torch.from_numpy(router_logits).sigmoid() + start[name].double()
         load_of_each = scores.topk(2, dim=-1).indices.flatten().bincount(minlength=len(start[name]))
         away = load_of_each.double() - load_of_each.double().mean()
         sure = away.abs() > 2 * len(batch.sequences)

@@ -23,11 +23,11 @@ def two() -> list[dict]:
     return run_ranks(PROGRAM, "measure", 2, parallel={"tensor": 2, "expert": 2})
 
 
-def assert_within_limits(case: str, found: dict[str, float]) -> None:
-    """``found`` is what float64 gives, up to the rounding of a correct evaluation in float32."""
+def assert_within_limits(case: str, figures: dict[str, float]) -> None:
+    """``figures`` is what float64 gives, up to the rounding of a correct evaluation in float32."""
     wanted, limits = expected(case)
     for name in FIGURES:
-        assert abs(found[name] - wanted[name]) <= limits[name], (case, name)
+        assert abs(figures[name] - wanted[name]) <= limits[name], (case, name)
 
 
 @pytest.mark.parametrize("case", LEVELS)

@@ -217,10 +217,10 @@ def test_weights_survive_the_round_trip(runs):
 
 def test_one_rank_exports_views_of_its_parameters(runs):
     """Only fused queries, keys and values are copied, each time. A view is made anew where a parameter has moved."""
-    (found,) = runs["exported"]
-    assert {name.split(".")[-2] for name in found["copied"]} == {"q_proj", "k_proj", "v_proj"}
-    assert found["follow"] == [True, True]
-    assert found["rounded"] == {"torch.bfloat16"}
+    (exported,) = runs["exported"]
+    assert {name.split(".")[-2] for name in exported["copied"]} == {"q_proj", "k_proj", "v_proj"}
+    assert exported["follow"] == [True, True]
+    assert exported["rounded"] == {"torch.bfloat16"}
 
 
 @pytest.mark.parametrize("layout", ["closed", "closed, bf16", "closed, ep2"])

@@ -55,13 +55,13 @@ def runs(tmp_path_factory, request):
 
 @pytest.mark.parametrize(("model", "layout", "dtype", "exact"), slow_but(QUICK, CLEAN))
 def test_a_sound_learner_is_within_every_bound(runs, model, layout, dtype, exact):
-    for found in runs[name_of((model, layout, dtype, exact))]:  # whole on every rank
-        assert found["beyond"] == []
-        assert found["missing"] == []
-        assert found["experts"] == list(range(found["num_experts"]))
+    for report in runs[name_of((model, layout, dtype, exact))]:  # whole on every rank
+        assert report["beyond"] == []
+        assert report["missing"] == []
+        assert report["experts"] == list(range(report["num_experts"]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("parameter", "beyond"), EXCHANGED.items())
 def test_shards_of_two_ranks_exchanged_are_named(runs, parameter, beyond):
-    assert [found["beyond"] for found in runs[parameter]] == [beyond, beyond]
+    assert [report["beyond"] for report in runs[parameter]] == [beyond, beyond]

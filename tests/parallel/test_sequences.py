@@ -69,11 +69,11 @@ def test_rewards_metrics_and_samples_do_not_depend_on_who_holds_what():
     assert alone["metrics"]["response/repetition_frac"] > 0
     assert alone["metrics"]["reward/masked_frac"] == 0.25
     for owners in ([2, 0, 1, 0], [None] * 4, [1] * 4):
-        for rank, found in enumerate(run("scored", 3, owners=owners)):
+        for rank, of_rank in enumerate(run("scored", 3, owners=owners)):
             for name in ("rewards", "metrics", "advantages", "ratios"):
-                assert found[name] == alone[name], (owners, rank, name)
+                assert of_rank[name] == alone[name], (owners, rank, name)
             if rank == 0:
-                assert found["texts"] == alone["texts"], "the main rank shows them"
+                assert of_rank["texts"] == alone["texts"], "the main rank shows them"
 
 
 def test_denominators_are_those_of_all_ranks_together():
@@ -103,10 +103,10 @@ def test_parts_of_all_ranks_are_the_batch(routes, tmp_path):
     assert names == ["step_00000000.0000.safetensors", "step_00000000.0001.safetensors", "step_00000000.json"]
     loaded = load_batch(batch_path(tmp_path, 0))
     assert (loaded.policy_version, loaded.metrics) == (5, {"loss": 0.5})
-    for found, want in zip(loaded.batch.sequences, programs.whole(7, seed=3, routes=routes).sequences, strict=True):
-        assert programs.same(found, want)
-        assert np.array_equal(found.current_logprobs, want.inference_logprobs * 3)
-        assert (found.id, found.advantage, found.reward) == (want.id, want.advantage, want.reward)
+    for sequence, want in zip(loaded.batch.sequences, programs.whole(7, seed=3, routes=routes).sequences, strict=True):
+        assert programs.same(sequence, want)
+        assert np.array_equal(sequence.current_logprobs, want.inference_logprobs * 3)
+        assert (sequence.id, sequence.advantage, sequence.reward) == (want.id, want.advantage, want.reward)
 
 
 def test_parts_of_old_batches_are_deleted(tmp_path):

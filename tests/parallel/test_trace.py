@@ -111,9 +111,9 @@ def test_every_paper_recipe_has_the_shape_of_a_case():
 @pytest.mark.parametrize("case", slow_but(["8b, three layers", "no recomputation"], CASES))
 def test_plan_says_what_the_learner_holds(traced, case):
     for rank in traced[case]["traces"]:
-        kinds = {kind: found for kind, found in rank["static"].items() if kind != "other"}
+        kinds = {kind: size for kind, size in rank["static"].items() if kind != "other"}
         assert {"weights", "gradients", "master weights", "moments", "all static"} == kinds.keys()
-        assert all(found["holds"] for found in kinds.values()), rank
+        assert all(size["holds"] for size in kinds.values()), rank
         # Rotary frequencies, loss scale and steps: nothing large is without a name.
         assert 0 <= rank["static"]["other"]["traced"] < 1e-3 * kinds["all static"]["traced"]
 
@@ -213,7 +213,7 @@ def test_a_plan_that_is_wrong_by_six_percent_is_found(traced, monkeypatch, kind,
     from megatron_rl.instruments import trace as tracing
 
     (rank,) = traced["8b, three layers"]["traces"]
-    static = {name: found["traced"] for name, found in rank["static"].items() if name != "all static"}
+    static = {name: size["traced"] for name, size in rank["static"].items() if name != "all static"}
     trace = tracing.RankTrace(0, 16, 0, 3, rank["parameters"], "own", static)
     work = workload(DENSE["8b"], 3, [])
     assert not [line for line in tracing.compare_static(work, trace) if not line.holds]

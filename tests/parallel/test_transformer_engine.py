@@ -202,17 +202,18 @@ def test_conversion_both_ways(runs, other, tmp_path):
 
 def test_unfused_attention_over_packed_rows_is_refused(runs):
     """An A100 without flash-attn would store every score of a packed row."""
-    (found,) = runs["attention"]
-    assert {name: text for name, text in found.items() if "refused" not in text} == {
+    (answers,) = runs["attention"]
+    assert {name: text for name, text in answers.items() if "refused" not in text} == {
         "sm80, float32": "unfused",
         "sm80 flash, bfloat16": "flash",
         "sm80 flash, float32": "unfused",
         "sm90, bfloat16": "fused",
         "sm90, float32": "unfused",
-        "sm90 flash, bfloat16": found["sm90 flash, bfloat16"],
+        "sm90 flash, bfloat16": answers["sm90 flash, bfloat16"],
         "sm90 flash, float32": "unfused",
     }
-    assert found["sm90 flash, bfloat16"] in ("flash", "fused")
+    assert answers["sm90 flash, bfloat16"] in ("flash", "fused")
     assert (
-        "compute capability 8.0) and would store every attention score; install 'flash-attn" in found["sm80, bfloat16"]
+        "compute capability 8.0) and would store every attention score; install 'flash-attn"
+        in answers["sm80, bfloat16"]
     )

@@ -50,9 +50,9 @@ def runs(transformer_engine, models):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_megatrons_own_layers_on_one_rank(family, layout, runs, models):
-    local, found = runs
+    local, with_te = runs
     (reference,), limits = local[family], float32_limits(STEPS, eps=EPS, path=str(models[family]))
-    for result in found[f"{family} {layout}"]:
+    for result in with_te[f"{family} {layout}"]:
         for step, (got, want) in enumerate(zip(result["metrics"], reference["metrics"], strict=True)):
             assert abs(got["actor/grad_norm"] - want["actor/grad_norm"]) <= limits.of_metric("actor/grad_norm", step)
         for when in ("before", "after"):

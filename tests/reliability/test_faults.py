@@ -104,9 +104,9 @@ def test_killed_anywhere_in_a_save_beside_training(runs, whole, kills):
     assert runs.checkpoints(name) == runs.checkpoints("whole")
 
 
-def until(found: Callable[[], bool]) -> None:
+def until(has_come: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not found():
+    while not has_come():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

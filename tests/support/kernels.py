@@ -34,12 +34,12 @@ def some_rows(total: int, most: int = 12) -> Tensor:
     return torch.randperm(total)[: int(torch.randint(1, most + 1, ()))]
 
 
-def error(found: Tensor, exact: Tensor, bound: Tensor | float) -> float:
-    """Largest error as a share of its bound, to which the rounding to the type of ``found`` is added."""
-    stored = unit_roundoff(found.dtype) if found.dtype != torch.float32 else 0.0
+def error(computed: Tensor, exact: Tensor, bound: Tensor | float) -> float:
+    """Largest error as a share of its bound, to which the rounding to the type of ``computed`` is added."""
+    stored = unit_roundoff(computed.dtype) if computed.dtype != torch.float32 else 0.0
     allowed = torch.as_tensor(bound, dtype=torch.float64) * (1 + stored) + stored * exact.abs()
-    allowed = allowed + torch.finfo(found.dtype).smallest_normal
-    return float(((found.double() - exact).abs() / allowed).max())
+    allowed = allowed + torch.finfo(computed.dtype).smallest_normal
+    return float(((computed.double() - exact).abs() / allowed).max())
 
 
 def compositions(whole: Tensor, call: Callable[[Tensor], Tensor], most: int = 12) -> int:

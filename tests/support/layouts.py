@@ -17,13 +17,13 @@ def leave_layout() -> None:
     A group has three threads, one of which wakes a hundred times a second: those of thirty finished jobs would take as
     long as the job at hand.
     """
-    for found in gc.get_objects():
-        if type(found) is DistributedDataParallel:
-            unhook(found)
+    for candidate in gc.get_objects():
+        if type(candidate) is DistributedDataParallel:
+            unhook(candidate)
     if dist.is_initialized():
         dist.barrier()  # nobody leaves a group that another still uses
         for group in {*(parallel_state._global_process_group_list or ())} - {None}:
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()  # passes over groups that are gone
-    found = group = None  # the last of each would live on
+    candidate = group = None  # the last of each would live on
     gc.collect()

@@ -86,9 +86,9 @@ def _importance_weights(
     return change(weights)
 
 
-def figures(found: Gradients) -> dict[str, float]:
+def figures(both_gradients: Gradients) -> dict[str, float]:
     """As `megatron_rl.instruments.gradient_bias` defines them, from whole vectors."""
-    g, reference = found.mine.sum(0), found.reference.sum(0)
+    g, reference = both_gradients.mine.sum(0), both_gradients.reference.sum(0)
     norms = float(np.linalg.norm(g)), float(np.linalg.norm(reference))
     return {
         "gradient norm": norms[0],
@@ -96,8 +96,8 @@ def figures(found: Gradients) -> dict[str, float]:
         "norm ratio": norms[0] / norms[1],
         "cosine": float(g @ reference) / (norms[0] * norms[1]),
         "bias norm": float(np.linalg.norm(g - reference)),
-        "variance": _variance(found.mine),
-        "reference variance": _variance(found.reference),
+        "variance": _variance(both_gradients.mine),
+        "reference variance": _variance(both_gradients.reference),
     }
 
 

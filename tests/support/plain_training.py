@@ -144,7 +144,7 @@ def run_on(
     return updates
 
 
-def _update(model, optimizer, batch: Batch, old: torch.Tensor, found: Updates, mutate: Mutation | None) -> None:
+def _update(model, optimizer, batch: Batch, old: torch.Tensor, updates: Updates, mutate: Mutation | None) -> None:
     x = logits(model, batch).log_softmax(-1)
     labels = torch.cat([torch.from_numpy(s.tokens[s.prompt_length :]) for s in batch.sequences])
     current = x.gather(1, labels[:, None]).squeeze(1)
@@ -158,10 +158,10 @@ def _update(model, optimizer, batch: Batch, old: torch.Tensor, found: Updates, m
     if mutate:
         mutate(model)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters() if p.requires_grad]
-    found.gradients.append(np.concatenate([_double(gradient).ravel() for gradient in gradients]))
-    found.logprobs.append(_double(current))
-    found.entropy.append(_double(-(x.exp() * x).sum(-1)))
-    found.losses.append(loss.item())
+    updates.gradients.append(np.concatenate([_double(gradient).ravel() for gradient in gradients]))
+    updates.logprobs.append(_double(current))
+    updates.entropy.append(_double(-(x.exp() * x).sum(-1)))
+    updates.losses.append(loss.item())
     torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     optimizer.step()
 

@@ -56,7 +56,7 @@ def rounded(expected: Any, roundings: float = CLOSED_FORM, scale: float = 1.0, d
 
 
 def assert_rounded(
-    found: torch.Tensor,
+    computed: torch.Tensor,
     expected: torch.Tensor,
     roundings: float = CLOSED_FORM,
     scale: float = 1.0,
@@ -64,7 +64,7 @@ def assert_rounded(
 ) -> None:
     """`rounded` for tensors: every element within γ_n of ``dtype``, relative, or of ``scale``."""
     error = gamma(roundings, dtype)
-    torch.testing.assert_close(found.double(), expected.double(), rtol=error, atol=error * scale)
+    torch.testing.assert_close(computed.double(), expected.double(), rtol=error, atol=error * scale)
 
 
 def bound_from_double(single: np.ndarray, double: np.ndarray, longest_sum: int) -> float:
@@ -109,13 +109,13 @@ def adam_largest_update(number: int, lr: float, beta1: float, beta2: float) -> f
 
 
 def assert_as_double(
-    found: Sequence[torch.Tensor],
+    computed: Sequence[torch.Tensor],
     function: Callable[..., Sequence[torch.Tensor]],
     inputs: Sequence[torch.Tensor],
     longest_sum: int,
     roundings: float = 1,
 ) -> None:
-    """``found`` is ``function(*inputs)`` as correct code in the inputs' types gives it.
+    """``computed`` is ``function(*inputs)`` as correct code in the inputs' types gives it.
 
     ``function`` is the plain composition of torch's operations; it is run in the inputs' types and in float64, and
     `bound_from_double` of the two bounds each result, together with ``roundings`` roundings of its largest value to the
@@ -123,9 +123,9 @@ def assert_as_double(
     """
     singles = function(*inputs)
     doubles = function(*(x.detach().double().requires_grad_(x.requires_grad) for x in inputs))
-    for number, (got, single, double) in enumerate(zip(found, singles, doubles, strict=True)):
+    for number, (got, single, double) in enumerate(zip(computed, singles, doubles, strict=True)):
         got, single, double = (x.detach().double().cpu().numpy() for x in (got, single, double))
-        stored = gamma(roundings, found[number].dtype) * float(np.abs(double).max())
+        stored = gamma(roundings, computed[number].dtype) * float(np.abs(double).max())
         bound = bound_from_double(single, double, longest_sum) + stored
         error = float(np.abs(got - double).max())
         assert error <= bound, f"result {number}: {error:.2e} from float64's, bound {bound:.2e}"

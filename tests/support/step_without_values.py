@@ -40,7 +40,7 @@ class WaitsForTheDevice(Exception):
 
 
 @dataclass
-class Found:
+class Counts:
     """Of a step: the last grid of each kernel, elements of each exchange between ranks, and launches of one layer."""
 
     grids: dict[str, list[int]] = field(default_factory=dict)
@@ -65,9 +65,9 @@ class Group:
 class Captured(TorchDispatchMode):
     """Refuses what makes the host wait for the device, or takes memory of the host, as a CUDA graph would."""
 
-    def __init__(self, found: Found):
+    def __init__(self, counts: Counts):
         super().__init__()
-        self._found = found
+        self._counts = counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -78,7 +78,7 @@ class Captured(TorchDispatchMode):
         elif on_device and OF_A_VALUE.intersection(func.tags):
             raise WaitsForTheDevice(str(func))
         out = func(*args, **(kwargs or {}))
-        self._found.launches += computes(func)
+        self._counts.launches += computes(func)
         made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         if on_device and any(x.device.type == "cpu" for x in made):
             raise WaitsForTheDevice(f"{func} to the host")
@@ -96,8 +96,8 @@ def computes(func: Any) -> bool:
 class Launches:
     """In the place of a kernel: keeps the grid, launches nothing."""
 
-    def __init__(self, name: str, found: Found):
-        self._name, self._found = name, found
+    def __init__(self, name: str, counts: Counts):
+        self._name, self._counts = name, counts
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         assert all(type(size) is int and size > 0 for size in grid), (self._name, grid)
@@ -105,24 +105,24 @@ class Launches:
         def launch(*args: Any, **_: Any) -> None:
             wrong = [x for x in args if isinstance(x, torch.Tensor) and x.device.type != DEVICE]
             assert not wrong, (self._name, wrong)
-            self._found.grids[self._name] = list(grid)
-            self._found.launches += 1
+            self._counts.grids[self._name] = list(grid)
+            self._counts.launches += 1
 
         return launch
 
 
 @contextmanager
-def kernels_recorded(found: Found) -> Iterator[None]:
+def kernels_recorded(counts: Counts) -> Iterator[None]:
     from megatron_rl.exact.kernels import gemm
 
     # These tensors lie nowhere. The table is made once a place in memory, before any capture.
     table = patch.object(gemm, "weight_offsets", lambda weights: torch.zeros(len(weights), dtype=torch.int64))
-    with kernels_replaced(lambda name, _: Launches(name, found)), table:
+    with kernels_replaced(lambda name, _: Launches(name, counts)), table:
         yield
 
 
 @contextmanager
-def exchanges_recorded(found: Found) -> Iterator[None]:
+def exchanges_recorded(counts: Counts) -> Iterator[None]:
     """Between ranks that are not there."""
     from megatron_rl.exact import invariant
 
@@ -130,7 +130,7 @@ def exchanges_recorded(found: Found) -> Iterator[None]:
         def exchange(output: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
             assert sent.is_contiguous()
             assert output.is_contiguous()
-            found.exchanged.append((name, sent.numel()))
+            counts.exchanged.append((name, sent.numel()))
 
         return patch.object(torch.distributed, name, exchange)
 
@@ -171,7 +171,7 @@ def refused() -> dict[str, bool]:
     for name, way in ways.items():
         x = torch.ones(3, dtype=torch.int64, device=DEVICE)
         try:
-            with Captured(Found()):
+            with Captured(Counts()):
                 way(x)
             reasons[name] = False
         except (WaitsForTheDevice, NotImplementedError, RuntimeError):  # the latter by PyTorch, for want of a value
@@ -179,7 +179,7 @@ def refused() -> dict[str, bool]:
     return reasons
 
 
-def step(dtype: str, tensor: int = 1, expert: int = 1) -> Found:
+def step(dtype: str, tensor: int = 1, expert: int = 1) -> Counts:
     """One step with its choice of tokens, which nothing may hold up; as one of ``tensor`` and of ``expert`` ranks. It
     has all weights, and the shapes of what it exchanges are those of ranks that share them out."""
     from megatron_rl.exact.doses import Dose
@@ -192,9 +192,9 @@ def step(dtype: str, tensor: int = 1, expert: int = 1) -> Found:
 
     with tempfile.TemporaryDirectory() as folder:
         learner, generator = start(dtype, model={"path": small_model(Path(folder))})
-    decoder, found = generator.policy, Found()
+    decoder, counts = generator.policy, Counts()
     passes = decoder.passes
-    with forced_kernels(), torch.no_grad(), torch.device(DEVICE), kernels_recorded(found), exchanges_recorded(found):
+    with forced_kernels(), torch.no_grad(), torch.device(DEVICE), kernels_recorded(counts), exchanges_recorded(counts):
         without_values(learner.module)
         decoder.device = passes.device = torch.device(DEVICE)
         part = learner.module.decoder.layers[0].self_attention
@@ -218,14 +218,14 @@ def step(dtype: str, tensor: int = 1, expert: int = 1) -> Found:
         numbers = torch.zeros(3, ROWS, dtype=torch.int64).unbind()
         rows = Rows(*numbers, torch.ones(ROWS, dtype=torch.bool), torch.zeros(ROWS, PAGES, dtype=torch.int64))
         needed = torch.zeros(ROWS, dtype=torch.float64)
-        with Captured(found):
+        with Captured(counts):
             turns._advance(rows, needed)
-            found.exchanged.clear()
+            counts.exchanged.clear()
             marks = {}
-            passes.step_forward.watch = lambda name, _: marks.setdefault(name, found.launches)
+            passes.step_forward.watch = lambda name, _: marks.setdefault(name, counts.launches)
             turns._advance(rows, needed)  # what it left is what it takes
-    found.of_layer = marks["layer 0"] - marks["embedding"]
-    return found
+    counts.of_layer = marks["layer 0"] - marks["embedding"]
+    return counts
 
 
 def main() -> dict[str, Any]:

@@ -78,9 +78,9 @@ def test_scores_that_come_late_make_the_same_batch():
     for sequence in batch.sequences[1:3]:
         sequence.tokens = sequence.loss_mask = None
     give_scores(batch, groups(), recipe.objective)
-    for found, due in zip(batch.sequences, expected.sequences, strict=True):
-        assert (found.advantage, found.reward, found.num_trained) == (due.advantage, due.reward, due.num_trained)
-        assert found.loss_mask is None or np.array_equal(found.loss_mask, due.loss_mask)
+    for late, due in zip(batch.sequences, expected.sequences, strict=True):
+        assert (late.advantage, late.reward, late.num_trained) == (due.advantage, due.reward, due.num_trained)
+        assert late.loss_mask is None or np.array_equal(late.loss_mask, due.loss_mask)
     assert batch.minibatches == expected.minibatches
 
 

@@ -48,10 +48,10 @@ def closed(**sections: Any) -> list[str]:
     learner = Learner(tiny_recipe(**sections))
     learner.update(stored_rollouts(0))
     held = [learner.module, learner.model, learner.optimizer, *learner.model.parameters()]
-    held = [(type(found).__name__, weakref.ref(found)) for found in held]
+    held = [(type(thing).__name__, weakref.ref(thing)) for thing in held]
     for _ in range(2):
         learner.close()
-    return [name for name, found in held if found() is not None]
+    return [name for name, thing in held if thing() is not None]
 
 
 def threads(**sections: Any) -> list[int]:

@@ -22,8 +22,8 @@ def bytes_of_parts(learner: Learner) -> dict[str, int]:
     buffers = [b.grad_data for b in learner.model.buffers + learner.model.expert_parallel_buffers]
     tensors = {"gradients": buffers, "states": states, "weights": list(learner.module.parameters())}
     return {
-        part: sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}.values())
-        for part, found in tensors.items()
+        part: sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in of_part}.values())
+        for part, of_part in tensors.items()
     }
 
 
@@ -85,9 +85,9 @@ def resume(offload: dict[str, bool], path: str, minibatches: int = 1, **sections
     return result | {"calls": engine.calls}
 
 
-def _one_step(learner: Learner, engine: Engine, found: dict[str, Any], step: int, minibatches: int) -> None:
+def _one_step(learner: Learner, engine: Engine, record: dict[str, Any], step: int, minibatches: int) -> None:
     engine.sleep()
-    found["metrics"].append(learner.update(stored_rollouts(step, minibatches=minibatches)))
+    record["metrics"].append(learner.update(stored_rollouts(step, minibatches=minibatches)))
     hand_over(learner, engine)
-    found["sent"].append(engine.weights)
+    record["sent"].append(engine.weights)
     engine.rollout()

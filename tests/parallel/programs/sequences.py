@@ -88,9 +88,9 @@ def replicas(num_replicas: int) -> Replicas:
     return Replicas(own, tuple(first * size + size - 1 for first in range(num_replicas)), groups[own])
 
 
-def same(found: Sequence, expected: Sequence) -> bool:
+def same(got: Sequence, expected: Sequence) -> bool:
     for name in ARRAYS:
-        left, right = getattr(found, name), getattr(expected, name)
+        left, right = getattr(got, name), getattr(expected, name)
         if (left is None) != (right is None):
             return False
         if left is not None and (left.dtype != right.dtype or not np.array_equal(left, right)):
@@ -114,12 +114,12 @@ def exchange(
     batch = held_by(expected, owner)
     distribute(batch, [list({*pair}) for pair in zip(source, target, strict=True)], here)
     wrong = []
-    for i, (found, want) in enumerate(zip(batch.sequences, expected.sequences, strict=True)):
+    for i, (received, want) in enumerate(zip(batch.sequences, expected.sequences, strict=True)):
         wanted = here.own in (source[i], target[i])
-        absent = all(getattr(found, name) is None for name in ARRAYS)
-        if not (same(found, want) if wanted else absent):
+        absent = all(getattr(received, name) is None for name in ARRAYS)
+        if not (same(received, want) if wanted else absent):
             wrong.append(i)
-        if (found.length, found.num_trained, found.response_length) != (
+        if (received.length, received.num_trained, received.response_length) != (
             want.length,
             want.num_trained,
             want.response_length,

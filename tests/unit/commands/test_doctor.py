@@ -61,7 +61,7 @@ def test_a_doctor_that_is_ended_leaves_what_it_found_and_what_ran(outcomes, monk
     own = frame._in_processes
     monkeypatch.setattr(frame, "_in_processes", lambda *a: read.append(json.loads(file.read_text())) or own(*a))
     assert main(["doctor", "--only", "packages,patches", "--shared", str(tmp_path), "--json", str(file)]) == 0
-    checks = [[(c["name"], c["status"]) for c in found["nodes"][0]["checks"]] for found in read]
+    checks = [[(c["name"], c["status"]) for c in report["nodes"][0]["checks"]] for report in read]
     assert checks == [[("packages", "fail")], [("packages", "pass"), ("patches", "fail")]]
     (tmp_path / "a.json").write_text(json.dumps(read[1]))
     assert main(["doctor", "--merge", str(tmp_path / "a.json"), "--expect", "another"]) == 1

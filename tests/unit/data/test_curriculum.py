@@ -61,8 +61,8 @@ def test_rates_of_a_file_count_in_the_first_epoch(tmp_path):
     file.write_text("\n".join(lines))
     sections = {"train": [{"path": "x.jsonl", "name": "x"}], "curriculum": {"easy_fraction": 0.5}}
     visits = []
-    for found in (None, str(file)):
-        sections["curriculum"]["success_rates"] = found
+    for rates_file in (None, str(file)):
+        sections["curriculum"]["success_rates"] = rates_file
         walk = make_sampler(PromptSet.of(prompts(10)), DataConfig.model_validate(sections))
         walk.take(8)
         visits.append(walk.epoch)

@@ -46,17 +46,20 @@ def test_a_set_is_the_list_of_its_prompts(prompts, rows_of_a_batch, data):
         whole = PromptSet.of(prompts)
     rows = data.draw(st.lists(st.integers(0, len(prompts) - 1), max_size=5)) if prompts else []
     chosen = whole.choose(np.array(rows, dtype=np.int64), "some")
-    for found, expected in ((whole, prompts), (chosen, [prompts[row] for row in rows])):
-        assert repr(list(found)) == repr(expected)  # NaN is not equal to itself
-        assert repr(found[1:]) == repr(expected[1:])
-        assert found.lengths.tolist() == [len(p.tokens) for p in expected]
-        assert found.num_different == len({(tuple(p.tokens), p.answer, p.data_source) for p in expected})
-        assert found.data_sources == sorted({p.data_source for p in expected})
+    for prompt_set, expected in ((whole, prompts), (chosen, [prompts[row] for row in rows])):
+        assert repr(list(prompt_set)) == repr(expected)  # NaN is not equal to itself
+        assert repr(prompt_set[1:]) == repr(expected[1:])
+        assert prompt_set.lengths.tolist() == [len(p.tokens) for p in expected]
+        assert prompt_set.num_different == len({(tuple(p.tokens), p.answer, p.data_source) for p in expected})
+        assert prompt_set.data_sources == sorted({p.data_source for p in expected})
         limit = data.draw(st.integers(0, 2**31))
-        assert repr(found.beyond(limit)) == repr(next((p for p in expected if max(p.tokens) >= limit), None))
+        assert repr(prompt_set.beyond(limit)) == repr(next((p for p in expected if max(p.tokens) >= limit), None))
         names = [p.id for p in expected[::2]]
-        assert found.named([*names, "nowhere" * 3]).keys() == set(names)
-        assert (found.fingerprint, found.digest) == (PromptSet.of(expected).fingerprint, PromptSet.of(expected).digest)
+        assert prompt_set.named([*names, "nowhere" * 3]).keys() == set(names)
+        assert (prompt_set.fingerprint, prompt_set.digest) == (
+            PromptSet.of(expected).fingerprint,
+            PromptSet.of(expected).digest,
+        )
 
 
 def test_places_outside_are_refused():

@@ -58,7 +58,7 @@ def test_the_doctors_groups(nodes, gpus, monkeypatch):
     job = Job(nodes, gpus)
     outcome, *others = doctor_in(job, monkeypatch)
     assert (outcome.status, job.bad_groups()) == ("pass", set()), outcome
-    assert {found.status for found in others} == {"not run"}
+    assert {other.status for other in others} == {"not run"}
     assert len(job.meetings) == (nodes * gpus + 1 if nodes * gpus > 2 else 2)
 
 

@@ -17,10 +17,10 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_every_pair_of_neighbours_once_and_nobody_twice_in_a_round(size):
     rounds = ring(size)
-    pairs = [frozenset(pair) for found in rounds for pair in found]
+    pairs = [frozenset(pair) for one_round in rounds for pair in one_round]
     assert set(pairs) == {frozenset((i, (i + 1) % size)) for i in range(size)}
     assert len(pairs) == len(set(pairs))
-    assert all(len({i for pair in found for i in pair}) == 2 * len(found) for found in rounds)
+    assert all(len({i for pair in one_round for i in pair}) == 2 * len(one_round) for one_round in rounds)
 
 
 def links(*speeds: float, kind: str = "in a node") -> list[dict]:

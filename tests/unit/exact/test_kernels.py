@@ -18,10 +18,10 @@ BATCHES = {"six batches": (6, 1), "70 batches": (70, 3)}  # and of how many type
 
 
 @pytest.fixture(scope="module", params=slow_but(["six batches"], BATCHES))
-def found(request):
+def results(request):
     return run(*BATCHES[request.param])
 
 
 @pytest.mark.parametrize("name", [kernel.__name__ for kernel in KERNELS])
-def test_a_row_has_the_same_bits_in_every_batch_and_the_right_values(found, name):
-    assert_sound(found[name], name)
+def test_a_row_has_the_same_bits_in_every_batch_and_the_right_values(results, name):
+    assert_sound(results[name], name)

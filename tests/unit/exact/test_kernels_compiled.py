@@ -34,28 +34,28 @@ def capability(request):
 
 
 @pytest.fixture(scope="module")
-def found(capability):
+def compiled(capability):
     return run(capability)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_kernel_compiles(found, dtype):
-    assert set(found[dtype]) == PRODUCTS | ROWS
-    assert all(kernel["bytes"] for kernel in found[dtype].values())
+def test_every_kernel_compiles(compiled, dtype):
+    assert set(compiled[dtype]) == PRODUCTS | ROWS
+    assert all(kernel["bytes"] for kernel in compiled[dtype].values())
 
 
-def test_every_program_has_the_memory_of_its_gpu(found, capability):
+def test_every_program_has_the_memory_of_its_gpu(compiled, capability):
     """Shared memory and registers."""
-    for dtype in found.values():
+    for dtype in compiled.values():
         assert {name: k["shared"] for name, k in dtype.items() if k["shared"] > SHARED[capability]} == {}
         assert {name: k["spilled"] for name, k in dtype.items() if k["spilled"] > MOST_SPILLED[capability]} == {}
 
 
-def test_16_bit_products_are_those_of_the_tensor_cores(found):
-    assert all(found["bfloat16"][name]["tensor cores"] for name in PRODUCTS)
-    assert not any(found["float32"][name]["tensor cores"] for name in PRODUCTS), "fp32 in full"
+def test_16_bit_products_are_those_of_the_tensor_cores(compiled):
+    assert all(compiled["bfloat16"][name]["tensor cores"] for name in PRODUCTS)
+    assert not any(compiled["float32"][name]["tensor cores"] for name in PRODUCTS), "fp32 in full"
 
 
-def test_attention_fuses_no_product_with_a_sum(found):
+def test_attention_fuses_no_product_with_a_sum(compiled):
     """Its kernels share their arithmetic, and a compiler may fuse it in one of them and not in another."""
-    assert not any(found["bfloat16"][name]["fused"] for name in ("_attend", "_attend_part", "_join_parts"))
+    assert not any(compiled["bfloat16"][name]["fused"] for name in ("_attend", "_attend_part", "_join_parts"))

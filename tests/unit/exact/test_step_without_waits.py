@@ -26,25 +26,25 @@ KERNELS = {
 
 
 @pytest.fixture(scope="module")
-def found():
+def steps():
     return run()
 
 
-def test_every_way_to_read_a_value_is_refused(found):
-    assert all(found["refused"].values()), found["refused"]
+def test_every_way_to_read_a_value_is_refused(steps):
+    assert all(steps["refused"].values()), steps["refused"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_step_reads_nothing_and_launches_every_kernel(found, dtype):
+def test_a_step_reads_nothing_and_launches_every_kernel(steps, dtype):
     """Eight experts of which a row takes two: 128 rows of experts are two tiles, and eight that may not be full."""
-    grids = found[dtype]["grids"]
+    grids = steps[dtype]["grids"]
     assert set(grids) == KERNELS
     assert grids["_grouped"] == [2 * ROWS // 64 + 8, 2]
     assert grids["_attend_part"] == [ROWS, 2, 3], "40 pages are three splits of 16"
-    assert not found[dtype]["exchanged"]
+    assert not steps[dtype]["exchanged"]
 
 
-def test_ranks_that_share_weights_read_nothing_and_exchange_known_amounts(found):
+def test_ranks_that_share_weights_read_nothing_and_exchange_known_amounts(steps):
     """Two ranks have half of the rows each, four see each other's, and each returns a place for every choice."""
     width, own = 128, ROWS // 2
     of_layer = [
@@ -53,11 +53,11 @@ def test_ranks_that_share_weights_read_nothing_and_exchange_known_amounts(found)
         ("all_to_all_single", 4 * own * 2 * width),  # and back
         ("all_gather_into_tensor", own * width),  # to the ranks that share the rows
     ]
-    exchanged = [tuple(one) for one in found["TP2 EP4"]["exchanged"]]
+    exchanged = [tuple(one) for one in steps["TP2 EP4"]["exchanged"]]
     assert exchanged == [("all_gather_into_tensor", ROWS * width), *of_layer]
-    assert set(found["TP2 EP4"]["grids"]) == KERNELS
+    assert set(steps["TP2 EP4"]["grids"]) == KERNELS
 
 
-def test_plan_counts_the_kernels_of_a_layer(found):
-    assert found["bf16"]["of_layer"] == model.KERNELS
-    assert found["TP2 EP4"]["of_layer"] == model.KERNELS + 3 + model.KERNELS_OF_EXPERTS  # a sum of two ranks: three
+def test_plan_counts_the_kernels_of_a_layer(steps):
+    assert steps["bf16"]["of_layer"] == model.KERNELS
+    assert steps["TP2 EP4"]["of_layer"] == model.KERNELS + 3 + model.KERNELS_OF_EXPERTS  # a sum of two ranks: three

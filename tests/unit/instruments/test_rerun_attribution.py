@@ -111,15 +111,17 @@ def attributed(monkeypatch, routed: bool) -> Attribution:
 
 
 def test_a_batch_without_routes_has_routing_in_its_remainder(monkeypatch):
-    whole, found = attributed(monkeypatch, routed=True), attributed(monkeypatch, routed=False)
+    whole, without_routes = attributed(monkeypatch, routed=True), attributed(monkeypatch, routed=False)
     assert [part.cause for part in whole.parts] == ["staleness", *CAUSES, "remainder"]
-    assert [part.cause for part in found.parts] == ["staleness", "LM head", "body", "remainder"]
+    assert [part.cause for part in without_routes.parts] == ["staleness", "LM head", "body", "remainder"]
     assert Scorer.modes == ["native"] * 3
-    assert found.total == rounded(whole.total)
-    assert set(found.measured) == set(subsets(CAUSES[1:]))
-    assert {taken: whole.measured[taken] for taken in found.measured} == found.measured
-    assert found.parts[-1].variance == whole.measured[frozenset({"LM head", "body"})] > whole.parts[-1].variance
-    assert "routing (the batch has no routes" in found.parts[-1].what
+    assert without_routes.total == rounded(whole.total)
+    assert set(without_routes.measured) == set(subsets(CAUSES[1:]))
+    assert {taken: whole.measured[taken] for taken in without_routes.measured} == without_routes.measured
+    assert (
+        without_routes.parts[-1].variance == whole.measured[frozenset({"LM head", "body"})] > whole.parts[-1].variance
+    )
+    assert "routing (the batch has no routes" in without_routes.parts[-1].what
     assert "routing" not in whole.parts[-1].what
 
 

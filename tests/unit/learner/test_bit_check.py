@@ -21,9 +21,9 @@ def batch() -> Batch:
     return batch
 
 
-def check(batch: Batch, found: dict[int, np.ndarray], compare: int | str = "all") -> float:
+def check(batch: Batch, logprobs: dict[int, np.ndarray], compare: int | str = "all") -> float:
     recipe = tiny_recipe(exact={"gate": compare})
-    return gate.check(SimpleNamespace(recipe=recipe), batch, found, "pass", range(len(batch.sequences)))
+    return gate.check(SimpleNamespace(recipe=recipe), batch, logprobs, "pass", range(len(batch.sequences)))
 
 
 def recorded(batch: Batch) -> dict[int, np.ndarray]:

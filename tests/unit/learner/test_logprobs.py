@@ -103,7 +103,7 @@ def test_a_softmax_over_kept_sets(temperature):
     kept = random_sets(labels, 37, 9)
     of_logprobs, of_entropy = torch.randn(270), torch.randn(270)
 
-    def found(function):
+    def with_gradients(function):
         logprobs, entropy = function(
             positions, labels, vocab_size=37, temperature=temperature, entropy_gradient=True, kept=kept
         )
@@ -127,7 +127,7 @@ def test_a_softmax_over_kept_sets(temperature):
         lambda *a, **k: token_logprobs(hidden @ weight.t(), *a, **k),
         lambda *a, **k: head_logprobs(hidden, weight, *a, **k),
     ):
-        assert_as_double(found(way), plain, inputs, longest_sum=270)
+        assert_as_double(with_gradients(way), plain, inputs, longest_sum=270)
     logits = (hidden @ weight.t()).detach().requires_grad_()
     token_logprobs(logits, positions, labels, vocab_size=37, kept=kept)[0].sum().backward()
     outside = torch.ones(270, 41, dtype=torch.bool).scatter_(1, kept.masked_fill(kept < 0, 40), False)[:, :40]

@@ -70,8 +70,8 @@ def small_pieces(monkeypatch):
 def test_equals_whole_logits(temperature):
     values = inputs(torch.float32)
     got, wanted = run(fused(temperature), values), run(whole(temperature), values)
-    for found in (got, wanted):
-        assert_as_double(list(found.values()), plain(temperature, values), leaves(values), LONGEST_SUM)
+    for tensors in (got, wanted):
+        assert_as_double(list(tensors.values()), plain(temperature, values), leaves(values), LONGEST_SUM)
     assert not got["entropy"].requires_grad
     assert (got["weight"][TRUE_V:] == 0).all()
     untouched = sorted(set(range(N)) - set(values["positions"].tolist()))

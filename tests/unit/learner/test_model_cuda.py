@@ -81,9 +81,9 @@ def test_the_learner_says_how_long_a_rollout_may_take(monkeypatch):
         raise Reached(longest_wait_s)
 
     monkeypatch.setattr(learner_module, "initialize", initialize)
-    with pytest.raises(Reached) as found:
+    with pytest.raises(Reached) as reached:
         learner_module.Learner(tiny_recipe(rollout={"deadline_s": 7200.0, "dtype": "fp32"}))
-    assert found.value.args[0] >= 7200.0
+    assert reached.value.args[0] >= 7200.0
 
 
 def test_no_deadline_is_no_wait_to_wait_for():

@@ -27,9 +27,9 @@ def draw(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), requires_grad=True)
 
 
-def assert_closed_form(found, function, inputs) -> None:
-    """``found`` is what ``function`` gives in float64, up to CLOSED_FORM roundings of the largest value."""
-    assert_as_double(found, function, inputs, longest_sum=1, roundings=CLOSED_FORM)
+def assert_closed_form(computed, function, inputs) -> None:
+    """``computed`` is what ``function`` gives in float64, up to CLOSED_FORM roundings of the largest value."""
+    assert_as_double(computed, function, inputs, longest_sum=1, roundings=CLOSED_FORM)
 
 
 @pytest.mark.parametrize("change", [lambda x: x.half().float(), lambda x: x * (1 + 2**-17), lambda x: x.flip(0)])

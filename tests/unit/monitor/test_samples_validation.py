@@ -106,5 +106,5 @@ def test_nothing_to_summarise():
 
 def test_groups_of_one_prompt_count_together():
     groups = [group("a", 1.0, 0.0), group("a", 1.0, 1.0), group("b")]
-    assert len({found.prompt.id for found in groups[:2]}) == 1
+    assert len({each_group.prompt.id for each_group in groups[:2]}) == 1
     assert success_rates(groups) == {groups[0].prompt.id: 0.75}

@@ -87,8 +87,8 @@ def recorded(folder) -> dict[int, dict[str, float]]:
     }
 
 
-def same(found: dict, wanted: dict) -> bool:
-    return json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)  # NaN equals NaN
+def same(written: dict, wanted: dict) -> bool:
+    return json.dumps(written, sort_keys=True) == json.dumps(wanted, sort_keys=True)  # NaN equals NaN
 
 
 @pytest.mark.parametrize("service", ["wandb", "swanlab"])

@@ -62,11 +62,11 @@ def reference(batch) -> dict[str, float]:
 @pytest.mark.parametrize("form", [padded, packed])
 def test_every_figure_is_its_formula(batch, form):
     inputs, _ = form(batch)
-    found, plain = (compute_objective(inputs, config).metrics for config in (DETAIL, ObjectiveConfig()))
+    detailed, plain = (compute_objective(inputs, config).metrics for config in (DETAIL, ObjectiveConfig()))
     want = reference(batch)
-    assert {name: found[name] for name in want} == rounded(want, BATCH)
-    quantiles = {name for name in found if "/rho_q" in name}
-    assert set(found) - set(want) - quantiles <= set(plain) | {
+    assert {name: detailed[name] for name in want} == rounded(want, BATCH)
+    quantiles = {name for name in detailed if "/rho_q" in name}
+    assert set(detailed) - set(want) - quantiles <= set(plain) | {
         f"mismatch/rho_{kind}/{label}" for kind in ("mean", "count") for label in BANDS
     }, "nothing else"
 

@@ -150,7 +150,7 @@ def test_regularizers_are_aggregated_as_terms_are_and_no_correction_drops_them(f
         "correction": [{"mode": "tis"}, {"mode": "mask", "upper": 1.1}],
     }
 
-    def found(**more):
+    def loss_and_gradient(**more):
         inputs, mask = form(batch)
         entropy = (2.0 * inputs.current_logprobs.detach()).requires_grad_()
         inputs = type(inputs)(**{**vars(inputs), "entropy": entropy})
@@ -170,7 +170,10 @@ def test_regularizers_are_aggregated_as_terms_are_and_no_correction_drops_them(f
             }[aggregation]
             yield from ((factor, p, p - q) for p, q in zip(seq.pi, seq.po))
 
-    plain, (loss, gradient, of_entropy) = found(), found(log_ratio_penalty=0.3, entropy_bonus=0.05)
+    plain, (loss, gradient, of_entropy) = (
+        loss_and_gradient(),
+        loss_and_gradient(log_ratio_penalty=0.3, entropy_bonus=0.05),
+    )
     added = sum(factor * (0.3 * log_r**2 - 0.05 * 2 * log_pi) for factor, log_pi, log_r in values())
     assert loss - plain[0] == rounded(added, BATCH, scale=1 + abs(loss))
     slopes = [0.3 * 2 * factor * log_r for factor, _, log_r in values()]

@@ -58,9 +58,9 @@ def weighted_score(weight: torch.Tensor) -> torch.Tensor:
     return -torch.autograd.grad((weight * REWARDS * token_logprobs(theta).sum(dim=1)).sum(), theta)[0]
 
 
-def assert_same_gradient(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same_gradient(gradient: torch.Tensor, expected: torch.Tensor) -> None:
     """Both are sums over 81 tokens, each of a few roundings and of size 1 at most."""
-    assert_rounded(found, expected, roundings=ROUNDINGS)
+    assert_rounded(gradient, expected, roundings=ROUNDINGS)
 
 
 def test_the_enumeration_is_a_distribution():

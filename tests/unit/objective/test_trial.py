@@ -140,10 +140,10 @@ def loss_and_gradient(values: dict, form) -> tuple[torch.Tensor, torch.Tensor, d
 )
 def test_a_function_acts_as_the_built_in_one(own, built_in, by_file, form):
     named = yaml.safe_load(yaml.safe_dump(by_file).replace("{}", str(own)))
-    expected, found = loss_and_gradient(built_in, form), loss_and_gradient(named, form)
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1].nan_to_num(), expected[1].nan_to_num())
-    assert found[2] == expected[2]
+    expected, of_function = loss_and_gradient(built_in, form), loss_and_gradient(named, form)
+    assert torch.equal(of_function[0], expected[0])
+    assert torch.equal(of_function[1].nan_to_num(), expected[1].nan_to_num())
+    assert of_function[2] == expected[2]
 
 
 def test_a_weight_without_bounds_has_no_metrics_of_its_own(own):

@@ -85,7 +85,7 @@ def test_another_answer_earns_0(answer, gold):
 
 
 @pytest.mark.parametrize(
-    ("response", "found"),
+    ("response", "answer"),
     [
         (r"\boxed{1} no, \boxed{2}", "2"),
         (r"\boxed{\{1,2\}}", r"\{1,2\}"),
@@ -108,8 +108,8 @@ def test_another_answer_earns_0(answer, gold):
         (r"\boxed{" + "9" * (MAX_ANSWER_CHARS + 1) + "}", None),
     ],
 )
-def test_one_final_answer_is_read(response, found):
-    assert final_answer(response) == found
+def test_one_final_answer_is_read(response, answer):
+    assert final_answer(response) == answer
 
 
 @pytest.mark.parametrize("name", ["aime24", "amc23", "math500", "sanity_math_1460"])
@@ -145,7 +145,7 @@ def test_a_computation_left_to_the_reader_is_accepted_on_demand(answer):
 
 
 @pytest.mark.parametrize(
-    ("response", "found"),
+    ("response", "answer"),
     [
         (r"<think>\boxed{1}</think> The answer is 2.", "2"),
         (r"<think>\boxed{1}", None),
@@ -159,8 +159,8 @@ def test_a_computation_left_to_the_reader_is_accepted_on_demand(answer):
         ("**17**", "17"),
     ],
 )
-def test_the_answer_is_looked_for_behind_the_thinking(response, found):
-    assert final_answer(response) == found
+def test_the_answer_is_looked_for_behind_the_thinking(response, answer):
+    assert final_answer(response) == answer
 
 
 def test_reading_a_long_hostile_response_is_quick():

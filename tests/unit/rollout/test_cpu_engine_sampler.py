@@ -95,13 +95,13 @@ class TestForward:
             assert tokens == together[:, row].tolist()
 
     def test_rows_without_a_seed_follow_the_global_generator_and_leave_the_others_alone(self):
-        batch, found = logits(3), []
+        batch, draws = logits(3), []
         for seed in (1, 1, 2):
             generators = {1: torch.Generator().manual_seed(5)}
             torch.manual_seed(seed)
-            found.append([forward_cpu(SAMPLER, batch.clone(), generators, None, None)[0].tolist() for _ in range(20)])
-        assert found[0] == found[1] != found[2]
-        assert [tokens[1] for tokens in found[0]] == [tokens[1] for tokens in found[2]]
+            draws.append([forward_cpu(SAMPLER, batch.clone(), generators, None, None)[0].tolist() for _ in range(20)])
+        assert draws[0] == draws[1] != draws[2]
+        assert [tokens[1] for tokens in draws[0]] == [tokens[1] for tokens in draws[2]]
 
     def test_seeded_rows_leave_the_global_generator_alone(self):
         before = torch.get_rng_state()

@@ -94,7 +94,7 @@ FIRST = next(iter(CASES))
 
 
 @pytest.fixture(scope="module")
-def found(request) -> dict[tuple[str, str], dict[str, Any]]:
+def started(request) -> dict[tuple[str, str], dict[str, Any]]:
     """(place, recipe or mutation) → what vLLM made of it, for those that the tests of this run ask for."""
     wanted = {}
     for place, name in asked(request, "place", "name"):
@@ -149,20 +149,20 @@ def expected(recipe: Recipe, place: str, ranks: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", slow_but(first_of_each(), CASES))
-def test_vllm_takes_what_we_start_it_with(found, name, place):
+def test_vllm_takes_what_we_start_it_with(started, name, place):
     case = CASES[name]
     recipe = load_recipe(case["recipe"])
     wanted = expected(recipe, place, case["ranks"])
     if shape_of(recipe.model.path)[0].latent is not None:
         del wanted["attention"]  # vLLM chooses among those for latent attention
-    got = found[place, name]
+    got = started[place, name]
     assert {key: got.get(key) for key in wanted} == wanted
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_an_argument_that_vllm_does_not_know_or_take_is_seen(found, name, place):
-    assert re.search(MUTATIONS[name][1], found[place, name].get("error", "")), found[place, name]
+def test_an_argument_that_vllm_does_not_know_or_take_is_seen(started, name, place):
+    assert re.search(MUTATIONS[name][1], started[place, name].get("error", "")), started[place, name]
 
 
 def test_both_devices_of_the_papers_are_among_the_cases():
@@ -170,9 +170,9 @@ def test_both_devices_of_the_papers_are_among_the_cases():
 
 
 @pytest.mark.parametrize(("gpu", "dtype", "changed"), KERNELS)
-def test_every_gpu_has_the_same_kernels(found, gpu, dtype, changed):
+def test_every_gpu_has_the_same_kernels(started, gpu, dtype, changed):
     """Left to itself, vLLM takes FlashInfer's experts on Blackwell, in every type, and they refuse all but bf16."""
-    got = found["kernels", gpu, dtype, changed]
+    got = started["kernels", gpu, dtype, changed]
     assert got.get("error") is None
     attention = "TRITON_ATTN" if dtype == "fp32" else "FLASH_ATTN"
     if changed:

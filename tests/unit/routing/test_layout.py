@@ -52,9 +52,9 @@ def test_slices_put_together_are_the_routes():
     total = sum(len(s.tokens) for s in batch.sequences)
     padding = -total % 4
     parts = {}
-    for found, keys, layers in slices(batch, padding, 4, [[0, 1], [2, 3]]):
-        found.verify(keys, layers, SHAPE)
-        parts[found.ranges[0][0], layers[0]] = found.experts
+    for cut, keys, layers in slices(batch, padding, 4, [[0, 1], [2, 3]]):
+        cut.verify(keys, layers, SHAPE)
+        parts[cut.ranges[0][0], layers[0]] = cut.experts
     whole = np.concatenate(
         [np.concatenate([parts[row, 0], parts[row, 2]], axis=1) for row in sorted({row for row, _ in parts})]
     )

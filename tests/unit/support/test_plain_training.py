@@ -57,11 +57,11 @@ def test_a_tie_is_seen(models):
 @torch.no_grad()
 def test_replay_takes_the_recorded_experts(models):
     """Recorded as the model chose: its log-probs. One sequence's experts exchanged: other log-probs of this one."""
-    batch, seen, found = stored_rollouts(0), [], {}
+    batch, seen, by_model = stored_rollouts(0), [], {}
     for model in models:
         with watched_routers(model, batch, seen := []):
-            found[model] = logprobs(model, batch).double()
-    single, double = found.values()
+            by_model[model] = logprobs(model, batch).double()
+    single, double = by_model.values()
     limit = bound_from_double(single.numpy(), double.numpy(), LONGEST_SUM)
     limit *= unit_roundoff(torch.float64) / unit_roundoff(torch.float32)
     ends = np.cumsum([len(s.tokens) - 1 for s in batch.sequences])[:-1]

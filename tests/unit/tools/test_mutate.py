@@ -8,7 +8,7 @@ LINE = "    return a < b"
 
 
 @pytest.mark.parametrize(
-    ("files", "found"),
+    ("files", "place_now"),
     [
         ({"room/sort.py": LINE, "other/sort.py": LINE}, "room/sort.py"),  # the file that it names
         ({"room/sort.py": "", "old/sort.py": LINE, "room/merge.py": LINE}, "old/sort.py"),  # moved
@@ -17,12 +17,12 @@ LINE = "    return a < b"
         ({"room/sort.py": LINE + " + 1"}, None),
     ],
 )
-def test_a_line_is_found_where_it_moved(tmp_path, files, found):
+def test_a_line_is_found_where_it_moved(tmp_path, files, place_now):
     for name, text in files.items():
         (tmp_path / "megatron_rl" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "megatron_rl" / name).write_text(f"def f(a, b):\n{text}\n")
     mutation = Mutation("megatron_rl/room/sort.py", LINE, 0, "    return (a <= b)")
-    assert place(tmp_path, mutation) == (tmp_path / "megatron_rl" / found if found else None)
+    assert place(tmp_path, mutation) == (tmp_path / "megatron_rl" / place_now if place_now else None)
 
 
 def test_the_second_of_two_equal_lines_is_changed():

@@ -89,7 +89,7 @@ def effect(mean=0.0, p=1.0, p_same=math.nan, beyond=True):
 
 
 @pytest.mark.parametrize(
-    ("found", "verdicts"),
+    ("measured", "verdicts"),
     [
         (effect(1.0, p=0.01), ("as predicted", "contrary", "contrary")),
         (effect(-1.0, p=0.01), ("contrary", "as predicted", "contrary")),
@@ -101,8 +101,8 @@ def effect(mean=0.0, p=1.0, p_same=math.nan, beyond=True):
         (effect(0.1, p=0.01, p_same=0.01, beyond=False), ("no effect", "no effect", "as predicted")),
     ],
 )
-def test_verdicts(found, verdicts):
-    assert tuple(found.verdict(expected) for expected in ("higher", "lower", "same")) == verdicts
+def test_verdicts(measured, verdicts):
+    assert tuple(measured.verdict(expected) for expected in ("higher", "lower", "same")) == verdicts
 
 
 def test_a_verdict_is_of_corrected_p_values():

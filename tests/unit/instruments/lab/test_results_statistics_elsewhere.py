@@ -93,5 +93,5 @@ def test_pseudo_values_are_lifelines():
     """The same of ten runs and of nine: n θ − (n − 1) θ without one."""
     expected = [34.0, 205.9285714, 164.4285714, 205.9285714, 43.7619048]
     expected += [205.9285714, 205.9285714, 77.5952381, 205.9285714, 34.0]
-    for found, value in zip(restricted_mean_values(TIMES, COLLAPSED, 200.0), expected, strict=True):
-        assert found == printed(value, 7)
+    for computed, value in zip(restricted_mean_values(TIMES, COLLAPSED, 200.0), expected, strict=True):
+        assert computed == printed(value, 7)

@@ -21,9 +21,9 @@ def exact(x: torch.Tensor) -> Bounded:
     return Bounded.exact(x)
 
 
-def share(found: torch.Tensor, wanted: Bounded) -> float:
+def share(computed: torch.Tensor, wanted: Bounded) -> float:
     """Largest error over its bound."""
-    return float(((found.double() - wanted.value).abs() / wanted.error).max())
+    return float(((computed.double() - wanted.value).abs() / wanted.error).max())
 
 
 def test_gamma_is_the_sum_of_rounding_errors_of_a_sum():

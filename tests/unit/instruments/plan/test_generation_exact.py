@@ -116,8 +116,8 @@ def dosed(**noise: object) -> Workload:
     ],
 )
 def test_weights_that_are_not_the_learner_s_lie_beside_its_own(noise, twice):
-    plain, found = memory_plan(work()), memory_plan(dosed(**noise))
-    items = dict(found.phases[1].items)
+    plain, with_noise = memory_plan(work()), memory_plan(dosed(**noise))
+    items = dict(with_noise.phases[1].items)
     assert items.get("its own weights, while others sample", 0) == twice * plain.learner.weights
     room = "rollout.gpu_memory_utilization=0.5"  # where the cache is what is left, and not all that it can use
     recipe = load_recipe(RECIPE, [room, f"exact.noise={json.dumps(noise)}"])

@@ -382,8 +382,8 @@ def answer(n: int = 4, version: int = 3, rows: int | None = None) -> Answer:
     )
 
 
-def sent(found: Answer) -> bytes:
-    return http(b"".join(pack(found)), "application/octet-stream")
+def sent(response: Answer) -> bytes:
+    return http(b"".join(pack(response)), "application/octet-stream")
 
 
 def generated(content: bytes, mode="keep", body=BODY, model=MODEL) -> Answer:
@@ -397,8 +397,8 @@ def with_one(array: np.ndarray, value: float) -> np.ndarray:
 
 
 def test_a_response_within_the_bounds_of_its_request_is_taken():
-    for found in (answer(1), answer(6), replace(answer(), finish_reason="length")):
-        assert (generated(sent(found)).tokens == found.tokens).all()
+    for response in (answer(1), answer(6), replace(answer(), finish_reason="length")):
+        assert (generated(sent(response)).tokens == response.tokens).all()
     unrecorded = replace(answer(), routes=with_one(with_one(answer().routes, 255)[..., ::-1], 255))
     assert (generated(sent(unrecorded)).routes[-1, -1] == 255).all()  # no record for a whole row
     assert (
@@ -410,7 +410,7 @@ def test_a_response_within_the_bounds_of_its_request_is_taken():
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("response", "said"),
     [
         (answer(7), "7 tokens, finish reason 'stop'; 6 were asked for"),
         (replace(answer(0), routes=None, route_checksums=None), "0 tokens"),
@@ -432,9 +432,9 @@ def test_a_response_within_the_bounds_of_its_request_is_taken():
         (replace(answer(), versions=np.array([3, 4, 3, 3], np.int32)), "or in a wrong order"),
     ],
 )
-def test_a_response_that_cannot_be_one_to_the_request_is_a_lost_server(found, said):
+def test_a_response_that_cannot_be_one_to_the_request_is_a_lost_server(response, said):
     with pytest.raises(ServerLost) as caught:
-        generated(sent(found))
+        generated(sent(response))
     assert said in str(caught.value)
     assert not caught.value.is_final, "another server is asked, and this one's health is looked at"
 
@@ -448,7 +448,7 @@ def test_routes_that_nobody_asked_for_are_refused():
 def test_no_memory_is_taken_for_what_a_request_cannot_bring():
     """Neither for the length that is announced, nor for run lengths, nor for a shape."""
     head = {"finish_reason": "stop", "versions": [[3, 2**31 - 1]] * 1000, "arrays": []}
-    runs = replace_head(b"".join(pack(answer())), lambda found: found | {"versions": head["versions"]})
+    runs = replace_head(b"".join(pack(answer())), lambda old: old | {"versions": head["versions"]})
     replies = [
         http(b"", "application/octet-stream", Content_Length=10**15),
         http(b"", "application/octet-stream", Content_Length=Expected.of(BODY, MODEL).most_bytes + 1),
@@ -492,7 +492,7 @@ ANY = st.recursive(
 @given(st.data())
 def test_any_change_of_one_field_of_a_head_is_an_error_or_the_same_answer(data):
     """Also with a checksum that fits, as a server with a fault would send it."""
-    found, expected = answer(), Expected.of(BODY, MODEL)
+    sound, expected = answer(), Expected.of(BODY, MODEL)
 
     def change(head: dict) -> dict:
         place, path = head, data.draw(st.sampled_from(sorted(paths(head), key=str)))
@@ -501,22 +501,22 @@ def test_any_change_of_one_field_of_a_head_is_an_error_or_the_same_answer(data):
         place[path[-1]] = data.draw(ANY)
         return head
 
-    changed = replace_head(b"".join(pack(found)), change)
+    changed = replace_head(b"".join(pack(sound)), change)
     try:
         answered = unpack(changed)
         expected.check(answered)
     except Damaged:
         return
-    for name, value in vars(found).items():
+    for name, value in vars(sound).items():
         if name not in ("versions", "finish_reason"):
             assert np.array_equal(getattr(answered, name), value)
     assert answered.finish_reason in ("stop", "length", "abort")
-    assert len(answered.versions) == len(found.tokens)
+    assert len(answered.versions) == len(sound.tokens)
 
 
-def paths(found: object, before: tuple = ()) -> list[tuple]:
-    """Of every value inside ``found``."""
-    items = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+def paths(tree: object, before: tuple = ()) -> list[tuple]:
+    """Of every value inside ``tree``."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     return [path for key, value in items for path in [(*before, key), *paths(value, (*before, key))]]
 
 
@@ -540,9 +540,9 @@ def test_settings_are_of_their_types_or_an_error_that_names_the_value(content):
 
 @given(st.dictionaries(st.sampled_from(list(asdict(Load()))), ANY) | ANY)
 def test_a_load_is_of_numbers_that_can_be_true(content):
-    for found in (Load.of(json.dumps(content)), Load.of(content if isinstance(content, dict) else None)):
-        assert all(type(value) in (int, float) and 0 <= value <= 2**53 for value in asdict(found).values())
-        assert found.kv_usage <= 1
+    for load in (Load.of(json.dumps(content)), Load.of(content if isinstance(content, dict) else None)):
+        assert all(type(value) in (int, float) and 0 <= value <= 2**53 for value in asdict(load).values())
+        assert load.kv_usage <= 1
 
 
 # ---------------------------------------------------------------- proof
@@ -699,8 +699,8 @@ def test_a_table_with_one_wrong_value_is_none_or_can_be_shown(tmp_path_factory, 
     with contextlib.suppress(UnicodeEncodeError):
         write_table(run_dir, content)
     assert table_path(run_dir).exists()
-    if (found := read_table(run_dir)) is not None:
-        assert isinstance(server_table(found), str)
+    if (stored_table := read_table(run_dir)) is not None:
+        assert isinstance(server_table(stored_table), str)
 
 
 def test_a_load_header_of_a_stranger_is_no_load():

@@ -175,12 +175,12 @@ def test_each_request_is_answered_exactly_once_whatever_servers_do(plans, reques
             for pool in pools:
                 await pool.close()
 
-    for rank, found in enumerate(asyncio.run(scene())):
+    for rank, answered in enumerate(asyncio.run(scene())):
         mine = bodies[rank::2]
-        indices = [index for index, _ in found]
+        indices = [index for index, _ in answered]
         assert len(indices) == len(set(indices)), "none twice"
         assert set(range(num_given_up, len(mine))) <= set(indices) <= set(range(len(mine)))
-        assert all(int(answer.tokens[0]) == mine[index]["index"] for index, answer in found)
+        assert all(int(answer.tokens[0]) == mine[index]["index"] for index, answer in answered)
     assert len(world["answered"]) == len(set(world["answered"])), "no server answered what another had"
     if concurrency % 2 == 0 and not any("die" in plan for plan in plans):  # a pool of its own numbers servers anew
         assert world["most"] <= concurrency, "both ranks together"

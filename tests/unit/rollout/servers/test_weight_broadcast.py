@@ -98,11 +98,11 @@ def test_every_member_gets_every_update_bit_for_bit(three, monkeypatch):
         amount = sender.send(iter(given.items()))
         assert amount == Amount(len(given), sum(tensor.nbytes for tensor in given.values()))
         assert sum(sent) == amount.bytes  # every byte is sent once, and no other
-        for found, received in (future.result() for future in taken):
+        for weights, received in (future.result() for future in taken):
             assert received == amount
-            assert list(found) == list(given)
-            assert all(found[name].dtype == given[name].dtype for name in given)
-            assert all(torch.equal(found[name], given[name]) for name in given)
+            assert list(weights) == list(given)
+            assert all(weights[name].dtype == given[name].dtype for name in given)
+            assert all(torch.equal(weights[name], given[name]) for name in given)
 
 
 def test_shapes_and_dtypes_of_a_chunk_come_in_any_order(three):
