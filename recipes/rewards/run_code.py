@@ -1,4 +1,10 @@
-"""A reward that runs the program of a response in bubblewrap's sandbox: `recipes/rewards/run_code.py:passes_tests`."""
+"""A reward that runs the program of a response in bubblewrap's sandbox: `recipes/rewards/run_code.py:passes_tests`.
+
+The sandbox stops: the network; files other than `/usr`, read-only, and its own `/tmp`; sight of other processes;
+processes that go on; more than 5 s of processor time, 10 s on the clock, `reward.memory_limit_mib` a process or files
+of 5 MiB. It does not stop: faults of the kernel; many processes, and the memory of them all (put the job in a cgroup);
+a program that searches its own frames for the mark.
+"""
 
 import asyncio
 import re
