@@ -57,7 +57,6 @@ def surge_rows() -> dict[str, list[list[float]]]:
         ("flat; growth", ("flat", "growth 20%/100 steps", "spikes x8", "decline 30%/100 steps")),
         ("threefold surge at step 250", ("surge x3 at 250",)),
         ("the paper's surge near step 110", ("paper 110, to 3000", "paper 110, to 3500", "paper 110, to 4000")),
-        ("the paper's surge near step 90", ("paper 90, to 3000", "paper 90, to 3500", "paper 90, to 4000")),
     ],
 )
 def test_surge_table_of_schedule_and_alarms_md(row, cases):
