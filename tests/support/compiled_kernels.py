@@ -1,7 +1,8 @@
 """Exact mode's Triton kernels compiled for a GPU, which takes no GPU: python -m tests.support.compiled_kernels 90.
 
 Prints JSON: of each type and kernel the instructions of interest, the shared memory of a program, and the bytes of
-a thread's values that the assembler spills to memory. A process of its own, with Triton as a compiler.
+a thread's values that the assembler spills to memory; of products with many rows, too. A process of its own, with
+Triton as a compiler.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 TARGETS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
 """Compute capabilities of A100, H100 and B200 → what the assembler calls them, as Triton does."""
 SPILLED = re.compile(r"(\d+) bytes spill stores")
-FUSED, PRODUCT = re.compile(r"\bfma\.rn\.f32\b"), re.compile(r"\b(?:wgmma\.mma_async\.sync|mma\.sync|tcgen05\.mma)")
+ADDED = re.compile(r"\badd(?:\.rn)?\.f32(?:x2)?\b")
+FUSED = re.compile(r"\bfma\.rn\.f32(?:x2)?\b")
+PRODUCT = re.compile(r"\b(?:wgmma\.mma_async\.sync|mma\.sync|tcgen05\.mma)")
 
 
 def run(capability: str) -> dict[str, Any]:
@@ -42,6 +45,9 @@ def call_all(dtype: torch.dtype) -> None:
     numbers, probs = torch.arange(64), torch.zeros(64, dtype=dtype)
     gemm.linear(x, weights[0])
     gemm.grouped_linear(x, weights, torch.arange(16))
+    many = x.repeat(len(weights) * gemm.MANY_OF_EXPERT // len(x), 1)
+    gemm.linear(many, weights[0])
+    gemm.grouped_linear(many, weights, torch.arange(16))
     rows.rms_norm(x, x[0].clone(), 1e-6)
     heads, angles = x.view(64, 8, 16), torch.zeros(64, 8)
     rows.rotate(heads, angles, angles)
@@ -78,6 +84,8 @@ def compiled_for(capability: int) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
+    from megatron_rl.exact.kernels.gemm import MANY
+
     target = GPUTarget("cuda", capability, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(
@@ -90,12 +98,15 @@ def compiled_for(capability: int) -> dict[str, Any]:
     def compile_only(self: JITFunction, *args: Any, **kwargs: Any) -> None:
         kernel = compile_and_run(self, *args, **kwargs | {"warmup": True})
         code = kernel.asm["ptx"]
-        by_kernel[name][self.__name__] = {
+        many = self.__name__ in ("_linear", "_grouped") and len(args[0]) >= MANY
+        by_kernel[name][self.__name__ + " of many rows" * many] = {
+            "added": len(ADDED.findall(code)),
             "bytes": len(kernel.asm["cubin"]),
             "fused": len(FUSED.findall(code)),
             "tensor cores": len(PRODUCT.findall(code)),
             "shared": kernel.metadata.shared,
             "spilled": spilled(code, capability),
+            "warps": kernel.metadata.num_warps,
         }
 
     with patch.object(JITFunction, "run", compile_only):

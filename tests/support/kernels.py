@@ -59,13 +59,14 @@ def linear(dtype: torch.dtype) -> dict[str, Any]:
     whole = gemm.linear(x, weight)
     exact, size = x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()
     different = compositions(whole, lambda rows: gemm.linear(x[rows], weight))
-    gemm.BLOCK_K, steps = 16, gemm.BLOCK_K  # a mutation: sums in other blocks for a small batch
+    gemm.SMALL, tile = gemm.SMALL._replace(terms=16), gemm.SMALL  # a mutation: sums in other blocks for a small batch
     mutated = torch.equal(gemm.linear(x[:3], weight), whole[:3])
-    gemm.BLOCK_K = steps
+    gemm.SMALL = tile
     return {
         "different": different,
         "error": error(whole, exact, gamma(80, torch.float32) * size),
         "cpu": error(invariant.linear(x, weight), exact, gamma(80, torch.float32) * size),
+        "many rows": not x.is_cuda or torch.equal(gemm.linear(x.repeat(11, 1), weight), whole.repeat(11, 1)),
         # A GPU adds fp32 products one by one, so that blocks change nothing.
         "mutation seen": not mutated or dtype != torch.float32 or x.is_cuda,
     }
@@ -93,6 +94,10 @@ def grouped(dtype: torch.dtype) -> dict[str, Any]:
     for _ in range(COMPOSITIONS):
         rows = some_rows(90, 20)
         different += not torch.equal(call(rows), single[rows.sort().values])
+    if x.is_cuda:  # many rows of each expert
+        ends = gemm.MANY * torch.bincount(experts, minlength=5).cumsum(0)
+        many = gemm.grouped_linear(x.repeat_interleave(gemm.MANY, 0), weights, ends)
+        different += not torch.equal(many, single.repeat_interleave(gemm.MANY, 0))
     bound = gamma(48, torch.float32) * size
     return {"different": different, "error": error(single, exact, bound), "cpu": error(cpu, exact, bound)}
 

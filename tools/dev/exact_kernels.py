@@ -1,7 +1,7 @@
 """Exact mode's kernels at a model's shapes: bits of rows in other batches, and speed beside torch's (docs/gpu.md).
 
     python -m tools.dev.exact_kernels [--model Qwen3-30B-A3B] [--rows 8192] [--dtypes bf16 fp16 fp32]
-    python -m tools.dev.exact_kernels --tiles [64,128,64,4 …]    # speed alone, of other tiles of products, in bf16
+    python -m tools.dev.exact_kernels --tiles [64,128,64,4 …]    # speed and bits with other tiles of products
 
 Wants a GPU that nothing else uses. With TRITON_INTERPRET=1 it runs on a CPU, for a model as small as
 recipes/tiny/model; times are then of the interpreter. Exit status 1 where a row has other bits in another batch.
@@ -33,18 +33,23 @@ Tensor = torch.Tensor
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Return the seconds of one call, the mean of `REPEATS` after three."""
+    """Return the seconds of one call, the mean of `REPEATS` in a CUDA graph, which waits for no launch."""
     if gemm.INTERPRETED:
         start = time.perf_counter()
         call()
         return time.perf_counter() - start
-    for _ in range(3):
-        call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(REPEATS):
-        call()
-    end.record()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()  # compiles
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(REPEATS):
+                call()
+        graph.replay()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1e3 / REPEATS
 
@@ -157,10 +162,9 @@ def attention(a: Architecture, rows: int, dtype: torch.dtype, steps: int) -> int
     return different
 
 
-def tiles(a: Architecture, rows: int, chosen: list[str]) -> None:
-    """Print the speed of the products with each of the ``chosen`` tiles."""
-    dtype = torch.bfloat16
-    calls: dict[str, tuple[float, Callable[[], object]]] = {}  # what is timed → its operations in TFLOP, the call
+def tiles(a: Architecture, rows: int, dtype: torch.dtype, chosen: list[str]) -> None:
+    """Print the speed of the products with each of the ``chosen`` tiles, and where bits are not those of today's."""
+    calls: dict[str, tuple[float, Callable[[], Tensor]]] = {}  # what is timed → its operations in TFLOP, the call
     for name, (inner, columns) in products(a).items():
         x, weight = torch.randn(rows, inner, dtype=dtype), torch.randn(columns, inner, dtype=dtype)
         for some in (x, x[:FEW]):
@@ -171,12 +175,14 @@ def tiles(a: Architecture, rows: int, chosen: list[str]) -> None:
             x = torch.randn(int(ends[-1]), weights[0].shape[1], dtype=dtype)
             work = 2e-12 * x.numel() * len(weights[0])
             calls[f"{name}, {len(x)} rows"] = work, partial(gemm.grouped_linear, x, weights, ends)
-    for tile in chosen:
-        gemm.BLOCK_ROWS, gemm.BLOCK_COLUMNS, gemm.BLOCK_K, gemm.NUM_WARPS = map(int, tile.split(","))
-        print(f"{tile}:")
+    today = {name: call() for name, (_, call) in calls.items()}
+    for numbers in chosen:
+        gemm.SMALL = gemm.LARGE[dtype] = gemm.Tile(*map(int, numbers.split(",")))
+        print(f"{numbers}:")
         for name, (work, call) in calls.items():
+            bits = "the same bits" if torch.equal(call(), today[name]) else "other bits"
             time_s = seconds(call)
-            print(f"  {name}: {work / time_s:.3g} TFLOP/s, {time_s * 1e6:.0f} µs", flush=True)
+            print(f"  {name}: {work / time_s:.3g} TFLOP/s, {time_s * 1e6:.0f} µs, {bits}", flush=True)
 
 
 def main() -> int:
@@ -194,7 +200,9 @@ def main() -> int:
     torch.manual_seed(0)
     a, _ = shape_of(options.model)
     if options.tiles is not None:
-        tiles(a, options.rows, options.tiles or list(TILES))
+        for name in options.dtypes:
+            print(f"{name}, {options.model.name}:")
+            tiles(a, options.rows, DTYPES[name], options.tiles or list(TILES))
         return 0
     different = 0
     for name in options.dtypes:

@@ -2,8 +2,9 @@
 
 A row's numbers depend on its own inputs alone [VX], because every kernel has
 
-* tiles of one shape whatever the call's shape is, the last one padded and masked;
-* one order for every sum over a row: K in steps of `gemm.BLOCK_K`, keys in blocks of `attention.KEY_BLOCK` from the
+* tiles of one shape whatever the call's shape is, the last one padded and masked; those of products are larger where
+  rows are many, which changes no bit (`gemm.LARGE`);
+* one order for every sum over a row: K from its first term on, keys in blocks of `attention.KEY_BLOCK` from the
   first one on, the vocabulary in blocks from its first entry on, experts in their order;
 * one program for a sum: no split keys, no split K, no atomics;
 * one number of warps, because the reduction of a tile is a tree over them.

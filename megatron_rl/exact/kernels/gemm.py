@@ -1,9 +1,10 @@
-"""Matrix products in tiles of one shape: dense, and grouped by expert; and what all kernels share."""
+"""Matrix products in tiles: dense, and grouped by expert; and what all kernels share."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,7 +13,7 @@ import triton.language as tl
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Kernels run on CPU tensors, in Python. Decided by TRITON_INTERPRET when Triton is imported."""
 NUM_WARPS = 4
-"""Of every launch: a tile's reduction is a tree over the warps."""
+"""Of every launch of other kernels: a reduction over a row is a tree over the warps."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -54,10 +55,33 @@ def whole(size: int) -> int:
     return triton.next_power_of_2(size)
 
 
-BLOCK_ROWS = 64
-BLOCK_COLUMNS = 64
-BLOCK_K = 32
-"""Terms of a sum that one product of a tile takes; the sums of blocks are added in order."""
+class Tile(NamedTuple):
+    """What one program computes. It reduces nothing over warps, so that they may be as many as are fast."""
+
+    rows: int
+    columns: int
+    terms: int  # of a sum, that one product takes
+    warps: int
+
+
+SMALL = Tile(64, 64, 32, 4)
+LARGE = {
+    torch.float32: Tile(64, 128, 32, 4),
+    torch.bfloat16: Tile(128, 128, 64, 8),
+    torch.float16: Tile(128, 128, 64, 8),
+}
+"""Of many rows. Compiled, a number has the same bits in every tile: its terms are added in their order, in fp32 one by
+one and in 16 bits inside the tensor cores. tests/unit/exact/test_kernels_compiled.py reads that in the code; an H200
+has shown it (docs/gpu.md)."""
+MANY, MANY_OF_EXPERT = 1024, 128
+"""Rows of a product, and of each expert on average, from which large tiles leave no processor of a GPU unused."""
+
+
+def tile_of(dtype: torch.dtype, rows: int, experts: int = 1) -> Tile:
+    """Return the tile of a product of ``rows``, spread over ``experts``. Interpreted, it is always the small one: NumPy
+    adds each product's terms by themselves."""
+    many = rows >= max(MANY, experts * MANY_OF_EXPERT)
+    return LARGE[dtype] if many and not INTERPRETED else SMALL
 
 
 @triton.jit
@@ -135,11 +159,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             f"linear: {tuple(x.shape)} and {tuple(weight.shape)}; expected [N, K] and [M, K], rows contiguous"
         )
     out = x.new_empty(len(x), len(weight))
-    grid = (triton.cdiv(len(x), BLOCK_ROWS), triton.cdiv(len(weight), BLOCK_COLUMNS))
+    tile = tile_of(x.dtype, len(x))
     if out.numel():
-        _linear[grid](
+        _linear[triton.cdiv(len(x), tile.rows), triton.cdiv(len(weight), tile.columns)](
             x, weight, out, len(x), len(weight), x.size(1), x.stride(0), weight.stride(0), out.stride(0),
-            BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_K, INTERPRETED, num_warps=NUM_WARPS,
+            *tile[:3], INTERPRETED, num_warps=tile.warps,
         )  # fmt: skip
     return out
 
@@ -183,11 +207,12 @@ def grouped_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch
             f"{ends.dtype}; expected [N, K], E of [M, K], all alike, and [E] of integers, rows contiguous"
         )
     out = x.new_empty(len(x), len(first))
-    most_tiles = len(x) // BLOCK_ROWS + min(num_experts, len(x))  # an expert's last tile may be nearly empty
+    tile = tile_of(x.dtype, len(x), num_experts)
+    most_tiles = len(x) // tile.rows + min(num_experts, len(x))  # an expert's last tile may be nearly empty
     if out.numel():
-        _grouped[(most_tiles, triton.cdiv(len(first), BLOCK_COLUMNS))](
+        _grouped[most_tiles, triton.cdiv(len(first), tile.columns)](
             x, first, weight_offsets(weights), out, ends, num_experts, len(first), x.size(1),
             x.stride(0), first.stride(0), out.stride(0),
-            whole(num_experts), BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_K, INTERPRETED, num_warps=NUM_WARPS,
+            whole(num_experts), *tile[:3], INTERPRETED, num_warps=tile.warps,
         )  # fmt: skip
     return out

@@ -10,7 +10,8 @@ from tests.support.te import MISSING
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
-PRODUCTS = {"_linear", "_grouped", "_attend", "_attend_part"}
+LINEAR = {f"{name}{rows}" for name in ("_linear", "_grouped") for rows in ("", " of many rows")}
+PRODUCTS = LINEAR | {"_attend", "_attend_part"}
 ROWS = {
     "_rms_norm",
     "_rotate",
@@ -54,6 +55,13 @@ def test_every_program_has_the_memory_of_its_gpu(compiled, capability):
 def test_16_bit_products_are_those_of_the_tensor_cores(compiled):
     assert all(compiled["bfloat16"][name]["tensor cores"] for name in PRODUCTS)
     assert not any(compiled["float32"][name]["tensor cores"] for name in PRODUCTS), "fp32 in full"
+
+
+def test_terms_of_a_product_are_added_in_their_order_whatever_the_tile(compiled):
+    """No sum is made of parts: tensor cores add to the total itself, and fp32 fuses each product with its sum."""
+    assert not any(compiled[dtype][name]["added"] for dtype in compiled for name in LINEAR)
+    assert all(compiled["float32"][name]["fused"] for name in LINEAR)
+    assert [compiled["bfloat16"][name]["warps"] for name in sorted(LINEAR)] == [4, 8, 4, 8], "many: a large tile"
 
 
 def test_attention_fuses_no_product_with_a_sum(compiled):
