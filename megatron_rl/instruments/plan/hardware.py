@@ -89,8 +89,8 @@ LINK = 0.7  # share of a link's rate that collectives reach
 STEP_OVERHEAD_S = 1.5e-3  # vLLM's scheduler and sampler, per decoding step with CUDA graphs
 EAGER_OVERHEAD_S = 20e-3  # the same without graphs
 ALLREDUCE_S = 12e-6  # latency of one small all-reduce over NVLink; two a layer and decoding step
-# Of exact mode's kernels on an H200 (docs/gpu.md): dense products and those of experts.
-EXACT_BANDWIDTH = {"dense": 0.47, "experts": 0.32}  # share of memory bandwidth with few rows: 64, and 4 an expert
+# Of exact mode's kernels on an H200 (docs/gpu.md), in the small tile of decoding: dense products and those of experts.
+EXACT_BANDWIDTH = {"dense": 0.47, "experts": 0.37}  # share of memory bandwidth with few rows: 64, and 4 an expert
 EXACT_FLOPS = {  # share of the peak rate with many rows, by bytes of an element
     2: {"dense": 0.3, "experts": 0.11},
     4: {"dense": 0.21, "experts": 0.19},
