@@ -16,6 +16,7 @@ from PIL import Image
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab.archive import read_packed
 from megatron_rl.instruments.lab.jobs import LoadedStudy
+from megatron_rl.instruments.lab.ranking import STUDIES, draw, rank, read_costs, table
 from megatron_rl.instruments.lab.results import Effect, Results, read_results
 from megatron_rl.instruments.lab.study import DEFAULT_METRICS, Study
 from megatron_rl.monitor.plots import PANELS, Curves, Panel, draw_panel, group_handles, legend_below
@@ -275,12 +276,28 @@ def write_docs(studies: Sequence[LoadedStudy], docs: Path) -> list[Path]:
     Runs come from docs/lab/runs/STUDY.jsonl.xz. Returns the files. Raises `InputError` if a page or its marks are
     absent.
     """
-    written = []
+    written, complete = [], {}
     for loaded in studies:
         file = docs / "lab" / "runs" / f"{loaded.study.name}.jsonl.xz"
         if file.is_file() and (results := read_packed(loaded, file)).complete:
             written += write_page(results, docs)
+            complete[loaded.study.name] = results
+    if complete.keys() >= set(STUDIES):
+        written += write_ranking([complete[name] for name in STUDIES], docs)
     return written
+
+
+def write_ranking(studies: Sequence[Results], docs: Path) -> list[Path]:
+    """Write the table of docs/lab/ranking.md and its picture."""
+    rows, page, image = (
+        rank(studies, read_costs(docs)),
+        docs / "lab" / "ranking.md",
+        docs / "images" / _image("ranking"),
+    )
+    picture = f"![reward kept, mismatch left and cost of each remedy](../images/{image.name})\n\n"
+    fill(page, "ranking", picture + "\n".join(table(rows)) + "\n")
+    save_small(draw(rows), image)
+    return [page, image]
 
 
 def write_page(results: Results, docs: Path) -> list[Path]:
