@@ -48,12 +48,11 @@ def main(options: Sequence[str] | None = None) -> int:
             one, more = (_cpu_seconds(base, overrides, root, steps) for steps in (1, 1 + chosen.steps))
             costs[arm].append((more - one) / chosen.steps)
             print(f"round {number + 1}  {arm:18} {costs[arm][-1]:.3f} CPU s a step", flush=True)
-    seconds = {arm: round(statistics.median(values), 3) for arm, values in costs.items()}
-    spread = {arm: [round(value, 3) for value in values] for arm, values in costs.items()}
-    head = {"code": code_version(), "hardware": hardware(), "steps": chosen.steps}
-    (REPOSITORY / "docs" / "lab" / COSTS).write_text(
-        json.dumps(head | {"seconds": seconds, "rounds": spread}, indent=1) + "\n"
-    )
+    record = {"code": code_version(), "hardware": hardware(), "steps": chosen.steps}
+    record["seconds"] = {arm: round(statistics.median(values), 3) for arm, values in costs.items()}
+    record["rounds"] = {arm: [round(value, 3) for value in values] for arm, values in costs.items()}
+    lines = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
+    (REPOSITORY / "docs" / "lab" / COSTS).write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return 0
 
 
