@@ -48,6 +48,7 @@ def call_all(dtype: torch.dtype) -> None:
     many = x.repeat(len(weights) * gemm.MANY_OF_EXPERT // len(x), 1)
     gemm.linear(many, weights[0])
     gemm.grouped_linear(many, weights, torch.arange(16))
+    gemm.grouped_linear(many[: -len(weights)], weights, torch.arange(16))
     rows.rms_norm(x, x[0].clone(), 1e-6)
     heads, angles = x.view(64, 8, 16), torch.zeros(64, 8)
     rows.rotate(heads, angles, angles)
@@ -79,12 +80,20 @@ def spilled(ptx: str, capability: int) -> int:
     return sum(map(int, SPILLED.findall(said)))
 
 
+def _rows_of(kernel: str, args: tuple[Any, ...]) -> str:
+    """What a product's name gets after it, by the rows that it has."""
+    from megatron_rl.exact.kernels.gemm import MANY, MANY_OF_EXPERT
+
+    if kernel not in ("_linear", "_grouped") or len(args[0]) < MANY:
+        return ""
+    few = kernel == "_grouped" and len(args[0]) < args[5] * MANY_OF_EXPERT
+    return " of few rows an expert" if few else " of many rows"
+
+
 def compiled_for(capability: int) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
-
-    from megatron_rl.exact.kernels.gemm import MANY
 
     target = GPUTarget("cuda", capability, 32)
     triton.runtime.driver.set_active(
@@ -98,8 +107,7 @@ def compiled_for(capability: int) -> dict[str, Any]:
     def compile_only(self: JITFunction, *args: Any, **kwargs: Any) -> None:
         kernel = compile_and_run(self, *args, **kwargs | {"warmup": True})
         code = kernel.asm["ptx"]
-        many = self.__name__ in ("_linear", "_grouped") and len(args[0]) >= MANY
-        by_kernel[name][self.__name__ + " of many rows" * many] = {
+        by_kernel[name][self.__name__ + _rows_of(self.__name__, args)] = {
             "added": len(ADDED.findall(code)),
             "bytes": len(kernel.asm["cubin"]),
             "fused": len(FUSED.findall(code)),

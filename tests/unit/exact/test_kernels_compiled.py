@@ -10,7 +10,9 @@ from tests.support.te import MISSING
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
-LINEAR = {f"{name}{rows}" for name in ("_linear", "_grouped") for rows in ("", " of many rows")}
+LINEAR = {f"{name}{rows}" for name in ("_linear", "_grouped") for rows in ("", " of many rows")} | {
+    "_grouped of few rows an expert"
+}
 PRODUCTS = LINEAR | {"_attend", "_attend_part"}
 ROWS = {
     "_rms_norm",
@@ -61,7 +63,9 @@ def test_terms_of_a_product_are_added_in_their_order_whatever_the_tile(compiled)
     """No sum is made of parts: tensor cores add to the total itself, and fp32 fuses each product with its sum."""
     assert not any(compiled[dtype][name]["added"] for dtype in compiled for name in LINEAR)
     assert all(compiled["float32"][name]["fused"] for name in LINEAR)
-    assert [compiled["bfloat16"][name]["warps"] for name in sorted(LINEAR)] == [4, 8, 4, 8], "many: a large tile"
+    assert [compiled["bfloat16"][name]["warps"] for name in sorted(LINEAR)] == [4, 4, 8, 4, 8], (
+        "large tiles: of many rows, and of every expert"
+    )
 
 
 def test_attention_fuses_no_product_with_a_sum(compiled):
