@@ -43,46 +43,45 @@ def rank(studies: Sequence[Results], seconds: Mapping[str, float]) -> list[Row]:
 
     Raises `InputError` where two studies have other outcomes for one arm and seed.
     """
-    outcomes: dict[str, dict[str, Values]] = {}
+    outcomes: dict[str, dict[str, Values]] = {}  # arm → outcome → seed → value, of all studies
+    labels: dict[str, str] = {}
     for results in studies:
-        for arm, by_outcome in results.outcomes.items():
-            known = outcomes.setdefault(arm, {})
-            for name in (REWARD, MISMATCH):
-                merged = known.setdefault(name, {})
-                for seed, value in by_outcome[name].items():
-                    if merged.setdefault(seed, value) != value:
-                        raise InputError(f"{arm}, seed {seed}: {name} is {merged[seed]} in one study and {value} here")
-    study = studies[0].study.study
-    without_mismatch, control = study.gate_arms
-    margin = study.outcomes[REWARD].margin
+        for arm, setting in results.study.study.arms.items():
+            labels.setdefault(arm, setting.label or arm)
+            known = outcomes.setdefault(arm, {REWARD: {}, MISMATCH: {}, COLLAPSE: {}})
+            for name, values in (results.outcomes[arm] | {COLLAPSE: _collapses(results, arm)}).items():
+                for seed, value in values.items() if name in known else ():
+                    if known[name].setdefault(seed, value) != value:
+                        raise InputError(
+                            f"{arm}, seed {seed}: {name} is {known[name][seed]} in one study and {value} here"
+                        )
+    without_mismatch, control = studies[0].study.study.gate_arms
+    reward = {arm: values[REWARD] for arm, values in outcomes.items()}
     rows = []
-    for results in studies:
-        for arm in results.study.study.arms:
-            if arm == control or arm in {row.arm for row in rows}:
-                continue
-            effect = paired_effect(outcomes[arm][REWARD], outcomes[control][REWARD], margin=margin)
-            seeds = outcomes[arm][REWARD].keys()
-            lost = np.mean(
-                [outcomes[without_mismatch][REWARD][seed] - outcomes[control][REWARD][seed] for seed in seeds]
+    for arm in labels:
+        if arm == control:
+            continue
+        effect = paired_effect(reward[arm], reward[control])
+        lost = np.mean([reward[without_mismatch][seed] - reward[control][seed] for seed in reward[arm]])
+        rows.append(
+            Row(
+                arm,
+                labels[arm],
+                effect,
+                float(effect.mean / lost),
+                list(outcomes[arm][MISMATCH].values()),
+                int(sum(outcomes[arm][COLLAPSE].values())),
+                seconds.get(arm, float("nan")) / seconds.get(control, float("nan")),
             )
-            rows.append(
-                Row(
-                    arm,
-                    results.study.study.arms[arm].label or arm,
-                    effect,
-                    float(effect.mean / lost),
-                    list(outcomes[arm][MISMATCH].values()),
-                    _collapsed(results, arm),
-                    seconds.get(arm, float("nan")) / seconds.get(control, float("nan")),
-                )
-            )
+        )
     return sorted(rows, key=lambda row: -row.kept)
 
 
-def _collapsed(results: Results, arm: str) -> int:
+def _collapses(results: Results, arm: str) -> Values:
+    """Return by seed whether the run collapsed: 1 or 0."""
     how = results.study.study.outcomes[COLLAPSE]
-    seen = [collapse_of(records, how) for records in results.records[arm].values()]
-    return sum(pair is not None and pair[1] for pair in seen)
+    seen = {seed: collapse_of(records, how) for seed, records in results.records[arm].items()}
+    return {seed: float(pair is not None and pair[1]) for seed, pair in seen.items()}
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:

@@ -23,7 +23,7 @@ claim: c
 setting: s
 pilots: [p]
 base: {base}
-seeds: [0, 1, 2]
+seeds: {seeds}
 outcomes:
   early reward: {{metric: val/reward/mean, statistic: mean, margin: 0.2}}
   collapse step: {{metric: critic/rewards/mean, statistic: collapse_step, window: 1}}
@@ -46,16 +46,19 @@ figure: [{{title: all, arms: [int4, exact, {arm}]}}]
 REWARD = {"int4": 0.4, "exact": 0.8, "good": 0.7, "bad": 0.2}
 
 
-def results_of(folder, name, arm, control="int4", rate="3.0e-4", shift=0.0):
-    """Of made-up runs: an arm's reward, and a tenth of the seed; ``bad`` collapses in seed 0; ``exact`` has no dose."""
+def results_of(folder, name, arm, control="int4", rate="3.0e-4", shift=0.0, seeds=(0, 1, 2)):
+    """Of made-up runs: an arm's reward, and a tenth of the seed; ``bad`` collapses in seed 0, and each arm in seed 3;
+    ``exact`` has no dose."""
     folder.mkdir()
     file = folder / "study.yaml"
     file.write_text(
-        STUDY.format(name=name, base=LAB / "base.yaml", arm=arm, control=control, rate=rate, label=arm.title())
+        STUDY.format(
+            name=name, base=LAB / "base.yaml", arm=arm, control=control, rate=rate, label=arm.title(), seeds=[*seeds]
+        )
     )
     loaded = load_study(file)
     for job in loaded.jobs(folder):
-        fell = job.arm == "bad" and job.seed == 0
+        fell = job.seed == 3 or (job.arm == "bad" and job.seed == 0)
         values = [{"critic/rewards/mean": reward} for reward in (0.8, 0.1 if fell else 0.8)]
         if job.arm != "exact":
             values = [value | {"exact/log_rho_std": 0.4 + shift} for value in values]
@@ -80,6 +83,19 @@ def test_a_remedy_is_compared_with_the_control_of_the_gate(tmp_path):
     assert list(table(rows))[4].endswith("| -50% | 1 of 3 | 0.40 | – |")
     assert list(table(rows))[2].endswith("| 0 | – |")  # no mismatch
     assert len(draw(rows).axes) == 3
+
+
+def test_an_arm_of_two_studies_has_the_runs_of_both(tmp_path):
+    studies = [
+        results_of(tmp_path / "a", "a", "good"),
+        results_of(tmp_path / "b", "b", "bad", rate="4.0e-4", seeds=(0, 1, 2, 3)),
+    ]
+    rows = {row.arm: row for row in rank(studies, {})}
+    assert {arm: (row.collapsed, row.effect.num_seeds) for arm, row in rows.items()} == {
+        "exact": (1, 4),
+        "good": (0, 3),
+        "bad": (2, 4),
+    }
 
 
 def test_two_studies_must_have_one_control(tmp_path):
