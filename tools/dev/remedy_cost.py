@@ -57,7 +57,7 @@ def main(options: Sequence[str] | None = None) -> int:
 
 
 def _cpu_seconds(base: Path, overrides: Sequence[str], root: Path, steps: int) -> float:
-    """Of a run of ``steps`` steps and all that it starts."""
+    """Return the CPU seconds of a run of ``steps`` steps and of all processes that it starts."""
     values = [*overrides, f"num_steps={steps}", f"run_root={root}", f"name=steps-{steps}"]
     command = [sys.executable, "-m", "megatron_rl", "train", str(base)]
     command += [word for value in values for word in ("--set", value)]

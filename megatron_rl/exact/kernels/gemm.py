@@ -13,7 +13,7 @@ import triton.language as tl
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Kernels run on CPU tensors, in Python. Decided by TRITON_INTERPRET when Triton is imported."""
 NUM_WARPS = 4
-"""Of every launch of other kernels: a reduction over a row is a tree over the warps."""
+"""Warps of every launch of the other kernels: they reduce a row by a tree over the warps."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

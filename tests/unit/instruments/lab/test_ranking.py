@@ -47,8 +47,8 @@ REWARD = {"int4": 0.4, "exact": 0.8, "good": 0.7, "bad": 0.2}
 
 
 def results_of(folder, name, arm, control="int4", rate="3.0e-4", shift=0.0, seeds=(0, 1, 2)):
-    """Of made-up runs: an arm's reward, and a tenth of the seed; ``bad`` collapses in seed 0, and each arm in seed 3;
-    ``exact`` has no dose."""
+    """Return results of made-up runs. The reward is the arm's plus a tenth of the seed. ``bad`` collapses in seed 0,
+    and every arm in seed 3. ``exact`` has no dose."""
     folder.mkdir()
     file = folder / "study.yaml"
     file.write_text(
