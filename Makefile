@@ -6,9 +6,6 @@ SHELL := /bin/bash
 PYTHON ?= python3.11
 VENV ?= .venv
 RUN := $(VENV)/bin/python
-# The second environment: the newest Megatron-Core, which has no wheels for Python 3.11. Its tests are optional.
-PYTHON_NEXT ?= python3.12
-VENV_NEXT ?= .venv-next
 # The other vLLM that rollouts run under, beside the packages of .venv.
 VLLM_NEXT := .cache/vllm-0.32.0
 # Where to find PyTorch's CPU build if no configured package source has it: see README.md, "Set-up".
@@ -20,7 +17,7 @@ PYTEST = $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadscope --durations
 # Oversubscribed OpenMP threads cost up to 20×: one thread a process.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup setup-next demo demo-unstable test test-all test-rest test-costs test-next test-vllm-next test-releases test-isa lint bench bench-trl figures compare clean
+.PHONY: help setup demo demo-unstable test test-all test-rest test-costs test-vllm-next test-releases test-isa lint bench bench-trl figures compare clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -57,17 +54,6 @@ test-costs: ## print what each file of tests cost when it last ran, dearest firs
 	@for part in test test-rest test-all; do \
 	  [ ! -f .cache/$$part-costs.json ] || { echo "make $$part"; $(RUN) -m tests.support.costs --costs .cache/$$part-costs.json; }; \
 	done
-
-setup-next: ## create .venv-next: Python 3.12 (PYTHON_NEXT=…), megatron-core 0.19.2, patched; up to 8 GB
-	@$(PYTHON_NEXT) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null || { \
-	  echo "setup-next: $(PYTHON_NEXT) is not a Python 3.12, which megatron-core 0.19.2 wants; name one: make $(or $(MAKECMDGOALS),setup-next) PYTHON_NEXT=/path/to/python3.12"; exit 1; }
-	@PYTHON=$(PYTHON_NEXT) VENV=$(VENV_NEXT) TORCH_INDEX=$(TORCH_INDEX) TORCH_BUILD=any tools/setup.sh
-
-test-next: setup-next test-vllm-next ## the learner's tests, parallel ones included, under the newest Megatron-Core; rollouts
-	@VENV=$(VENV_NEXT) TEST_CACHE=.cache/next tools/setup_tests.sh transformer-engine
-	TEST_CACHE=.cache/next OTHER_PYTHON=$(abspath $(wildcard $(RUN))) \
-	  $(VENV_NEXT)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadscope \
-	  tests/parallel tests/patches tests/unit/learner tests/unit/checkpoint tests/unit/schedule
 
 test-vllm-next: $(VLLM_NEXT)/.ready ## rollouts under the next vLLM: R3, several ranks, servers
 	$(VLLM_NEXT)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadscope tests/unit/rollout \
@@ -116,4 +102,4 @@ bench-trl: $(TRL)/.ready ## our step against TRL's; makes an environment with TR
 	$(RUN) -m tools.bench.trl --trl-python $(TRL)/bin/python
 
 clean: ## remove what set-up made (not the runs)
-	rm -rf $(VENV) $(VENV_NEXT) .cache
+	rm -rf $(VENV) .cache

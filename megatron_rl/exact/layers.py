@@ -45,7 +45,7 @@ from megatron_rl.layers.attention import (
     padding_indices,
     padding_pays,
 )
-from megatron_rl.layers.cpu_layers import CosSinEmbedding, of_class, parts_of
+from megatron_rl.layers.cpu_layers import CosSinEmbedding, use_experts
 
 
 class PagedCache:
@@ -313,11 +313,7 @@ def use_exact_layers(block: TransformerBlockSubmodules) -> None:
         parts.self_attention.module = ExactSelfAttention
         attention_parts = parts.self_attention.submodules
         attention_parts.core_attention = ExactCoreAttention
-        if attention_parts.q_layernorm is QueryNorm:
-            attention_parts.q_layernorm, attention_parts.k_layernorm = ExactQueryNorm, ExactKeyNorm
-        feed_forward = parts_of(parts.mlp)
-        if hasattr(feed_forward, "experts"):
-            feed_forward.experts = of_class(feed_forward.experts, ExactExperts)
+        use_experts(parts.mlp, ExactExperts)
 
 
 def finish_exact_model(model: GPTModel) -> None:

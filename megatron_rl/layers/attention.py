@@ -29,12 +29,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.utils.checkpoint import checkpoint
@@ -481,8 +481,13 @@ class KeyNorm(WideNorm):
         super().__init__(config, hidden_size, eps, config.num_query_groups)
 
 
-def use_wide_norms(block: TransformerBlockSubmodules) -> None:
-    """Put these norms into the layers of a specification."""
-    for layer in block.layer_specs:
-        attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+def use_wide_norms(model: GPTModel, query_norm: type[QueryNorm] = QueryNorm, key_norm: type[KeyNorm] = KeyNorm) -> None:
+    """Give these norms to the layers of a model.
+
+    Not in its specification: Megatron takes norms there only where `qk_layernorm` is set, and would then sum gradients
+    of their weights over tensor-parallel ranks, which have different parts of them.
+    """
+    config = model.config
+    for layer in model.decoder.layers:
+        layer.self_attention.q_layernorm = query_norm(config, config.kv_channels, config.layernorm_epsilon)
+        layer.self_attention.k_layernorm = key_norm(config, config.kv_channels, config.layernorm_epsilon)

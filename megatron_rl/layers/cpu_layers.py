@@ -13,7 +13,6 @@ that are sorted by expert. Activations have the learner's dtype, 1 / rms is floa
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.post_training.modelopt.layers import Linear as ReplicatedLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
@@ -173,14 +171,12 @@ def use_few_pass_layers(block: TransformerBlockSubmodules) -> None:
             use_latent_attention(parts)
         else:
             parts.self_attention.module = FewPassSelfAttention
-        feed_forward = parts_of(parts.mlp)
-        if hasattr(feed_forward, "experts"):
-            feed_forward.experts = of_class(feed_forward.experts, FewPassExperts)
+        use_experts(parts.mlp, FewPassExperts)
 
 
 def use_latent_attention(parts: Any) -> None:
     """Put latent attention over packed rows into a layer, and TransformerEngine's names of norms into checkpoints."""
-    multi_latent_attention.HAVE_TE = HAVE_TE  # which it takes for true even without TransformerEngine
+    multi_latent_attention.Linear = ReplicatedLinear  # which it knows where TransformerEngine is installed
     parts.self_attention.module = PackedLatentAttention
     # Whole on every rank, as TransformerEngine's: Megatron's own choice, cut over ranks, loses the gradient that other
     # ranks' heads have of the shared part of a key.
@@ -190,12 +186,22 @@ def use_latent_attention(parts: Any) -> None:
     for norm, projection in (("q_layernorm", "linear_q_up_proj"), ("kv_layernorm", "linear_kv_up_proj")):
         setattr(parts.self_attention.submodules, norm, FewPassRMSNorm)
         names[f"self_attention.{norm}."] = f"self_attention.{projection}.layer_norm_"
-    if not hasattr(parts_of(parts.mlp), "experts"):
+    if not hasattr(parts.mlp.keywords["submodules"], "experts"):
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     parts.sharded_state_dict_keys_map = names
 
 
-class PackedLatentAttention(MLASelfAttention):
+class LatentAttention(MLASelfAttention):
+    """Latent attention with the norms and projections of its specification.
+
+    Where queries have no latent vector, megatron-core 0.19 would put a norm before their projection; no model has it.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return vars(submodules)
+
+
+class PackedLatentAttention(LatentAttention):
     """Latent attention whose rotary embedding is the model's, which knows each token's place in its own sequence."""
 
     def get_query_key_value_tensors(
@@ -204,16 +210,11 @@ class PackedLatentAttention(MLASelfAttention):
         return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids)
 
 
-def parts_of(layer: Any) -> Any:
-    """The submodules of a specification: a ModuleSpec in megatron-core 0.16, a partial call in 0.19."""
-    return layer.keywords["submodules"] if isinstance(layer, functools.partial) else layer.submodules
-
-
-def of_class(experts: Any, experts_class: type) -> Any:
-    """The specification ``experts`` with the class replaced."""
-    if isinstance(experts, functools.partial):
-        return functools.partial(experts_class, *experts.args, **experts.keywords)
-    return dataclasses.replace(experts, module=experts_class)
+def use_experts(feed_forward: functools.partial, experts_class: type) -> None:
+    """Put ``experts_class`` into the specification of a feed-forward block, a partial call, if it has experts."""
+    parts = feed_forward.keywords["submodules"]
+    if hasattr(parts, "experts"):
+        parts.experts = functools.partial(experts_class, *parts.experts.args, **parts.experts.keywords)
 
 
 def finish_few_pass_model(model: GPTModel) -> None:

@@ -37,14 +37,16 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_rl.config.learner import LearnerConfig, LoraConfig, PrecisionConfig
 from megatron_rl.errors import InputError
-from megatron_rl.exact.layers import finish_exact_model, use_exact_layers
+from megatron_rl.exact.layers import ExactKeyNorm, ExactQueryNorm, finish_exact_model, use_exact_layers
 from megatron_rl.layers.attention import (
     CONTEXT_COMMUNICATION,
+    KeyNorm,
+    QueryNorm,
     SDPACoreAttention,
     refuse_unfused_attention,
     use_wide_norms,
 )
-from megatron_rl.layers.cpu_layers import finish_few_pass_model, use_few_pass_layers
+from megatron_rl.layers.cpu_layers import LatentAttention, finish_few_pass_model, use_few_pass_layers
 from megatron_rl.layers.sinks import SinkAttention, fields_with_sinks, state_yarn
 from megatron_rl.model.architecture import Architecture
 
@@ -91,7 +93,7 @@ def transformer_config(
         "kv_channels": a.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": a.rms_norm_eps,
-        "qk_layernorm": a.qk_layernorm and not a.wide_qk_norm,  # those are put in by `layer_spec`
+        "qk_layernorm": a.qk_layernorm and not a.wide_qk_norm,  # those are put in by `build_model`
         "add_bias_linear": a.linear_bias,
         "add_qkv_bias": a.qkv_bias,
         "gated_linear_unit": True,
@@ -224,15 +226,14 @@ def _recompute(mode: str, is_moe: bool) -> dict[str, object]:
     return {}
 
 
-def layer_spec(
-    config: TransformerConfig, device: torch.device, exact: bool = False, wide_qk_norm: bool = False
-) -> TransformerBlockSubmodules:
+def layer_spec(config: TransformerConfig, device: torch.device, exact: bool = False) -> TransformerBlockSubmodules:
     """Layers of this pipeline stage: TransformerEngine's, or Megatron's own with SDPA (or, where two passes must agree
-    bit for bit, our own attention) as core attention. ``wide_qk_norm``: see `Architecture`."""
+    bit for bit, our own attention) as core attention."""
     te = use_transformer_engine(device, exact)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=te, normalization="RMSNorm")
-    if wide_qk_norm:
-        use_wide_norms(block)
+    if te and config.multi_latent_attention:
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.module = LatentAttention
     if not te:
         if exact:
             use_exact_layers(block)
@@ -273,7 +274,7 @@ def build_model(
         refuse_unfused_attention(config)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(config, device, exact, architecture.wide_qk_norm),
+        transformer_layer_spec=layer_spec(config, device, exact),
         vocab_size=architecture.padded_vocab_size(learner.parallel.tensor),
         max_sequence_length=architecture.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -286,6 +287,8 @@ def build_model(
         rope_scaling=architecture.llama3_factor is not None,
         rope_scaling_factor=architecture.llama3_factor or 1.0,
     )
+    if architecture.wide_qk_norm:
+        use_wide_norms(model, *((ExactQueryNorm, ExactKeyNorm) if exact else (QueryNorm, KeyNorm)))
     if not use_transformer_engine(device, exact):
         if exact:
             finish_exact_model(model)

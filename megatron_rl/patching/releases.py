@@ -19,9 +19,7 @@ from megatron_rl.patching.series import Files, GitMissing, PatchError, Series, r
 from megatron_rl.shipped import shipped
 
 _PACKAGE_INFO = Path("megatron/core/package_info.py")
-_PIN = re.compile(
-    r'(?P<requirement>(?P<name>[\w.-]+)==[\w.]+)(?: *; *python_version *(?P<comparison><|>=) *"(?P<python>[\d.]+)")?'
-)
+_PIN = re.compile(r"(?P<requirement>(?P<name>[\w.-]+)==[\w.]+)")
 
 
 def names(folder: Path) -> list[str]:
@@ -47,17 +45,15 @@ def _nearness(series: Series) -> tuple[bool, bool]:
     return is_for(series, installed_version(series)), is_for(series, wanted)
 
 
-def to_install(series: Series, python: tuple[int, ...] = sys.version_info[:2]) -> str:
-    """The requirement of the series' package that requirements.txt pins for this Python, else the series' own.
+def to_install(series: Series) -> str:
+    """The requirement of the series' package that requirements.txt pins, else the series' own.
 
-    The series' own may have no wheel for this Python, or not be released yet. Nothing but Python may be installed here,
-    so that no package can read the file.
+    The series' own may not be released yet. Nothing but Python may be installed here, so that no package can read the
+    file.
     """
     for line in shipped("requirements.txt").read_text().splitlines():
         if (pin := _PIN.match(line)) and pin["name"] == series.package:
-            than = _number(pin["python"] or "0")
-            if python < than if pin["comparison"] == "<" else python >= than:
-                return pin["requirement"]
+            return pin["requirement"]
     return series.pins["Package"]
 
 
@@ -216,10 +212,11 @@ def _other_version(series: Series, version: str) -> str:
 
 
 def _install(series: Series) -> str:
-    """The advice to install the release of this Python; a name of other patches would then be in the way."""
+    """The advice to install the pinned release; a name of other patches would then be in the way."""
     requirement = to_install(series)
+    how = " (pip install --no-deps --ignore-requires-python)" if sys.version_info < (3, 12) else ""  # it has no wheel
     fits = is_for(series, requirement.partition("==")[2])
-    return f"install {requirement}" + ("" if fits else f" and leave out the name {series.name}")
+    return f"install {requirement}{how}" + ("" if fits else f" and leave out the name {series.name}")
 
 
 def _elsewhere(distribution: importlib.metadata.Distribution) -> str:

@@ -22,7 +22,9 @@ def test_a_missing_or_foreign_package_is_told_what_to_install(version, tree, mon
     (series,) = releases.of_installed_packages(PATCHES)
     with pytest.raises(PatchError) as error:
         releases.find_target(series, None, allow_global=True)
-    assert re.search(rf": install {re.escape(PINNED)}( first)?, or name a source tree with --tree$", str(error.value))
+    assert re.search(
+        rf": install {re.escape(PINNED)}( \(.*\))?( first)?, or name a source tree with --tree$", str(error.value)
+    )
     install(monkeypatch, PINNED.split("==")[1], tree)  # the advice is taken
     (series,) = releases.of_installed_packages(PATCHES)
     assert releases.find_target(series, None, allow_global=True).root == tree

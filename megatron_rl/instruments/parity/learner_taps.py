@@ -193,7 +193,7 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
     else:
         _tap_projection(stack, record, number, attention)
         _tap_heads(stack, record, number, attention)
-    on_output(stack, attention.core_attention, keep("attention", columns))
+    on_input(stack, attention.linear_proj, lambda inputs: keep("attention", columns)(inputs[0]))
     on_output(stack, attention.linear_proj, keep("o_proj", rows))
     on_input(stack, layer.pre_mlp_layernorm, lambda inputs: keep("residual", rows)(inputs[0]))
     if _is_norm(layer.pre_mlp_layernorm):

@@ -17,7 +17,7 @@ _BLOCK, _HEADER = 32768, 7  # LevelDB's log: checksum, length, type; a record's 
 
 def run(service: str, code: str, *arguments: str) -> str:
     """What ``code`` prints in a Python that has the client of ``service`` beside the environment. No key."""
-    client = ROOT / os.environ.get("TEST_CACHE", ".cache") / "sinks" / service
+    client = ROOT / ".cache" / "sinks" / service
     assert (client / ".ready").is_file(), "run tools/setup_tests.sh, as `make test` does"
     silent = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "MLFLOW", "SWANLAB"))}
     environment = silent | {"PYTHONPATH": f"{client}{os.pathsep}{ROOT}", "HOME": arguments[0]}

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from tests.support.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-FOLDER = REPOSITORY / os.environ.get("TEST_CACHE", ".cache") / "transformer-engine"
+FOLDER = REPOSITORY / ".cache" / "transformer-engine"
 MISSING = None if (FOLDER / ".ready").is_file() else f"{FOLDER} is not there: `make setup` fetches TransformerEngine"
 H100 = SimpleNamespace(
     major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30, name="reference of an H100"

@@ -67,7 +67,7 @@ def test_the_wheel_holds_every_file_that_ships(installed):
     )
     files = tracked.stdout.splitlines()
     assert "recipes/base/default.yaml" in files
-    assert "patches/megatron-core-0.16/series" in files
+    assert "patches/megatron-core-0.19/series" in files
     assert any(name.endswith(".whl") for name in files)
     for name in files:
         assert (installed / "megatron_rl" / "shipped" / name).read_bytes() == (REPOSITORY / name).read_bytes()

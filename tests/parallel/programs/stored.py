@@ -1,26 +1,19 @@
-"""What test_releases.py runs, each part under another release of megatron-core, each with an interpreter of its own.
-
-python -m tests.parallel.programs.releases write|read FOLDER RESULT
-"""
+"""What test_stored_by_0_16.py runs: it reads what a run under megatron-core 0.16.1 left, and goes on from it."""
 
 from __future__ import annotations
 
-import json
-import sys
 import zlib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from megatron.core import __version__
 
 from megatron_rl.checkpoint.shards import distributed_optimizers
 from megatron_rl.learner.learner import Learner
+from megatron_rl.run.recorded_batches import load_batch
 from tests.support.tiny import stored_rollouts, tiny_recipe
-
-
-def learner_on_one_rank() -> Learner:
-    return Learner(tiny_recipe())
 
 
 def checksums(learner: Learner) -> dict[str, int]:
@@ -47,26 +40,27 @@ def _checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def write(folder: Path) -> dict[str, Any]:
-    """Two updates, then a checkpoint."""
-    learner = learner_on_one_rank()
-    for step in range(2):
-        learner.update(stored_rollouts(step))
-    learner.step = 2
-    path = learner.save(folder, {"note": "kept"})
-    return {"path": str(path), "state": {"note": "kept"}, "sums": checksums(learner)}
+def sums_of_batch(folder: str) -> list[dict[str, int]]:
+    """Of every array of every sequence of a recorded batch."""
+    return [
+        {
+            field.name: zlib.crc32(np.ascontiguousarray(value).tobytes())
+            for field in fields(sequence)
+            if isinstance(value := getattr(sequence, field.name), np.ndarray)
+        }
+        for sequence in load_batch(Path(folder)).batch.sequences
+    ]
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read(folder: str) -> dict[str, Any]:
     """What the checkpoint holds, and that training goes on from it."""
-    learner = learner_on_one_rank()
-    state = learner.load(folder)
+    recipe = {
+        "model": {"path": f"{folder}/model"},
+        "learner": {"dtype": "bf16", "optimizer": {"lr": 1e-3}},
+        "routing": {"bias_update_rate": 0.01},
+    }
+    learner = Learner(tiny_recipe(**recipe))
+    state = learner.load(Path(folder, "run", "step_00000002"))
     sums, updates = checksums(learner), learner.num_updates
     metrics = learner.update(stored_rollouts(2))
     return {"state": state, "sums": sums, "updates": updates, "grad_norm": metrics["actor/grad_norm"]}
-
-
-if __name__ == "__main__":
-    action = {"write": write, "read": read}[sys.argv[1]]
-    outcome = {"release": __version__, "python": sys.version_info[:2], **action(Path(sys.argv[2]))}
-    Path(sys.argv[3]).write_text(json.dumps(outcome))
