@@ -228,7 +228,7 @@ class LengthDecayScheduler(OptimizerParamScheduler):
         """The rate of this group at the present step, times its `lr_mult`.
 
         A group that no override touches (`default_config`) has the scheduler's bounds, also when a checkpoint has
-        brought back the group's older ones. 0.16.1 writes `lr_mult` into every group and no longer reads it.
+        brought back the group's older ones. Megatron writes `lr_mult` into every group and does not read it.
         """
         max_lr, min_lr = self._bounds(param_group)
         if self.lr_decay_style != STYLE or self._warming_up:
