@@ -339,7 +339,8 @@ def judge_binding(gpus: list[tuple[str, str, int]]) -> Outcome:
         fix = "Give each rank a GPU: CUDA_VISIBLE_DEVICES of a rank names all GPUs of its node, or its own alone."
         return failed(problem, fix)
     seen = sorted({count for _, _, count in gpus})
-    return passed(f"{len(gpus)} ranks use {len(gpus)} GPUs; each sees {' or '.join(map(str, seen))} of its node's")
+    num_gpus = len({gpu for gpu, _, _ in gpus})
+    return passed(f"{len(gpus)} ranks use {num_gpus} GPUs; each sees {' or '.join(map(str, seen))} of its node's")
 
 
 SEEN_S = 30.0  # network file systems keep old listings for some seconds

@@ -284,42 +284,16 @@ _PACKAGES = [
     "mpmath",
     "triton",
 ]
-# Environment variables to record, by prefix: they change results or speed. Any other might be a secret.
+# Environment variables to record: they change results or speed. Of libraries that read their own variables, all but
+# those whose names speak of a secret; of others those listed, by prefix.
+_OF_LIBRARIES = ("NCCL_", "VLLM_", "FLASHINFER_", "NVTE_", "TORCH_", "PYTORCH_", "TRITON_", "CUBLAS_", "DG_")
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|LOGIN|USER")
 _VARIABLES = {
-    "": "WORLD_SIZE LOCAL_WORLD_SIZE NVIDIA_TF32_OVERRIDE TRITON_F32_DEFAULT",
+    "": "WORLD_SIZE LOCAL_WORLD_SIZE NVIDIA_TF32_OVERRIDE MRL_SHARE_GPUS",
     "OMP_": "NUM_THREADS PROC_BIND PLACES SCHEDULE DYNAMIC",
     "MKL_": "NUM_THREADS CBWR DYNAMIC ENABLE_INSTRUCTIONS",
-    "CUDA_": ("VISIBLE_DEVICES DEVICE_ORDER DEVICE_MAX_CONNECTIONS LAUNCH_BLOCKING MODULE_LOADING CACHE_DISABLE"),
-    "CUBLAS_": "WORKSPACE_CONFIG",
-    "NCCL_": (
-        "ALGO PROTO DEBUG DEBUG_SUBSYS NET NET_GDR_LEVEL NET_GDR_READ NET_PLUGIN SOCKET_IFNAME SOCKET_FAMILY "
-        "SOCKET_NTHREADS NSOCKS_PERTHREAD IB_DISABLE IB_HCA IB_GID_INDEX IB_TC IB_SL IB_TIMEOUT IB_RETRY_CNT "
-        "IB_QPS_PER_CONNECTION IB_PCI_RELAXED_ORDERING IB_ADAPTIVE_ROUTING CROSS_NIC P2P_DISABLE P2P_LEVEL "
-        "P2P_NET_CHUNKSIZE SHM_DISABLE NVLS_ENABLE CUMEM_ENABLE CUMEM_HOST_ENABLE COLLNET_ENABLE BUFFSIZE NTHREADS "
-        "MIN_NCHANNELS MAX_NCHANNELS MIN_CTAS MAX_CTAS LAUNCH_MODE TIMEOUT BLOCKING_WAIT ASYNC_ERROR_HANDLING "
-        "TUNER_PLUGIN TOPO_FILE GRAPH_MIXING_SUPPORT"
-    ),
+    "CUDA_": ("HOME VISIBLE_DEVICES DEVICE_ORDER DEVICE_MAX_CONNECTIONS LAUNCH_BLOCKING MODULE_LOADING CACHE_DISABLE"),
     "GLOO_": "SOCKET_IFNAME",
-    "TORCH_": (
-        "NCCL_AVOID_RECORD_STREAMS NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT NCCL_HIGH_PRIORITY "
-        "NCCL_HEARTBEAT_TIMEOUT_SEC NCCL_ENABLE_MONITORING NCCL_TRACE_BUFFER_SIZE DISTRIBUTED_DEBUG COMPILE_DISABLE "
-        "COMPILE_DEBUG LOGS CUDA_ARCH_LIST CUDNN_V8_API_DISABLED ALLOW_TF32_CUBLAS_OVERRIDE CPP_LOG_LEVEL "
-        "BLAS_PREFER_CUBLASLT"
-    ),
-    "PYTORCH_": "ALLOC_CONF CUDA_ALLOC_CONF NO_CUDA_MEMORY_CACHING NVML_BASED_CUDA_CHECK JIT",
-    "NVTE_": (
-        "FLASH_ATTN FUSED_ATTN UNFUSED_ATTN FUSED_ATTN_BACKEND ALLOW_NONDETERMINISTIC_ALGO FWD_LAYERNORM_SM_MARGIN "
-        "BWD_LAYERNORM_SM_MARGIN DEBUG DEBUG_LEVEL BATCH_MHA_P2P_COMM TORCH_COMPILE APPLY_QK_LAYER_SCALING FRAMEWORK "
-        "BIAS_GELU_NVFUSION"
-    ),
-    "VLLM_": (
-        "ATTENTION_BACKEND USE_V1 ENABLE_V1_MULTIPROCESSING WORKER_MULTIPROC_METHOD CPU_KVCACHE_SPACE "
-        "CPU_OMP_THREADS_BIND CPU_NUM_OF_RESERVED_CPU CPU_SGL_KERNEL CPU_MOE_PREPACK TARGET_DEVICE "
-        "USE_FLASHINFER_SAMPLER USE_FLASHINFER_MOE_FP16 USE_FLASHINFER_MOE_FP8 FUSED_MOE_CHUNK_SIZE USE_DEEP_GEMM "
-        "ALL2ALL_BACKEND FLASH_ATTN_VERSION LOGGING_LEVEL CONFIGURE_LOGGING ALLREDUCE_USE_SYMM_MEM SKIP_P2P_CHECK "
-        "DISABLE_COMPILE_CACHE ALLOW_LONG_MAX_MODEL_LEN BATCH_INVARIANT HOST_IP PORT NCCL_SO_PATH "
-        "ENGINE_ITERATION_TIMEOUT_S"
-    ),
     "SLURM_": (
         "JOB_ID JOB_NAME JOB_PARTITION JOB_NUM_NODES JOB_NODELIST JOB_START_TIME JOB_END_TIME JOB_GPUS "
         "JOB_CPUS_PER_NODE ARRAY_JOB_ID ARRAY_TASK_ID CLUSTER_NAME NNODES NODELIST NODEID NPROCS NTASKS "
@@ -376,6 +350,7 @@ def hardware() -> dict[str, Any]:
             gpu = torch.cuda.get_device_properties(index)
             machine["gpus"].append({"name": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1)})
         machine["cuda"] = torch.version.cuda
+        machine["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return machine
 
 
@@ -388,8 +363,12 @@ def _from_proc(file: str, key: str) -> str | None:
 
 
 def environment_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``environ`` that are listed above, without the user and password of a URL."""
-    return {name: without_login(environ[name]) for name in sorted(_VARIABLE_NAMES & environ.keys())}
+    """Return the variables of ``environ`` that change results or speed, without the user and password of a URL."""
+    return {
+        name: without_login(environ[name])
+        for name in sorted(environ)
+        if name in _VARIABLE_NAMES or (name.startswith(_OF_LIBRARIES) and not _SECRET.search(name))
+    }
 
 
 def without_login(text: str) -> str:

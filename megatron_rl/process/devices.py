@@ -64,10 +64,13 @@ def refuse_shared_gpus(index: int) -> None:
 
 
 def sharing(gpus: list[tuple[str, str, int]]) -> str:
-    """Which ranks use one GPU together, and what to do; "" if none do.
+    """Which ranks use one GPU together, and what to do; "" if none do, or if they do on purpose.
 
-    ``gpus``: for each rank its GPU's identifier, its node and how many GPUs it sees.
+    ``gpus``: for each rank its GPU's identifier, its node and how many GPUs it sees. On purpose, for tests: with
+    MRL_SHARE_GPUS=1, where each rank has an NCCL_HOSTID of its own, or with NCCL's NCCL_MULTI_RANK_GPU_ENABLE=1 (2.30).
     """
+    if "1" in (os.environ.get("MRL_SHARE_GPUS"), os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE")):
+        return ""
     users: dict[str, list[int]] = {}
     for rank, (gpu, _, _) in enumerate(gpus):
         users.setdefault(gpu, []).append(rank)

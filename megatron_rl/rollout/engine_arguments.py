@@ -81,7 +81,7 @@ def engine_arguments(
         arguments["enable_sleep_mode"] = sleeps
         architecture = read_architecture(model_path)
         is_plain = architecture.latent is None and not architecture.has_sinks
-        arguments |= kernels_on_cuda(config, has_plain_attention=is_plain)
+        arguments |= kernels_on_cuda(config, has_plain_attention=is_plain) | sums_on_cuda(config)
     return arguments | quantization_arguments(config.quantization, device)
 
 
@@ -99,6 +99,19 @@ def kernels_on_cuda(config: RolloutConfig, has_plain_attention: bool = True) -> 
     if config.quantization.kv_cache is None and config.dtype in ("bf16", "fp16") and has_plain_attention:
         arguments["attention_backend"] = "FLASH_ATTN"
     return arguments
+
+
+def sums_on_cuda(config: RolloutConfig) -> dict[str, Any]:
+    """How the ranks of an engine add up their parts: as `rollout.all_reduce` says, with `process_state.choose_kernels`.
+
+    Left to itself, vLLM 0.30 fuses a sum with the norm after it where it finds FlashInfer and nvcc (config/vllm.py:
+    enable_allreduce_rms_fusion), and measures FlashInfer's kernels to choose among them.
+    """
+    return {
+        "disable_custom_all_reduce": config.all_reduce == "nccl",
+        "compilation_config": {"pass_config": {"fuse_allreduce_rms": config.all_reduce == "flashinfer"}},
+        "kernel_config": {"enable_flashinfer_autotune": False},
+    }
 
 
 def quantization_arguments(wanted: QuantizationConfig, device: Device) -> dict[str, Any]:

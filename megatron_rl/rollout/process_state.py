@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from megatron_rl.errors import Fault, InputError
+
+if TYPE_CHECKING:
+    from megatron_rl.config.rollout import RolloutConfig
 
 # Set before vLLM is imported, unless the user has set them.
 DEFAULTS = {
@@ -23,6 +28,64 @@ DEFAULTS = {
 }
 # Set whatever the user has set, because the engine has to live in this process.
 REQUIRED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def settle_sums(config: RolloutConfig, device: str) -> None:
+    """Before an engine starts on CUDA: `choose_kernels`, or `InputError` where its ranks cannot add up their parts."""
+    if device == "cpu":
+        return
+    if problem := sharing_problem(config, torch.cuda.device_count()):
+        raise InputError(problem)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # so that a server's other processes keep the choice
+    choose_kernels(config.all_reduce)
+
+
+def choose_kernels(all_reduce: str) -> None:
+    """Settle, before an engine starts, what vLLM would decide by what it finds on a node.
+
+    ``all_reduce``: `rollout.all_reduce`. Unless it asks for FlashInfer, vLLM is told that there is none: it would use
+    it where nvcc is on PATH (utils/flashinfer.py: has_flashinfer), for sums, and for latent attention's rotations and
+    prompts. DeepGEMM's fp8 products are compiled with nvcc as well. Processes that are forked later keep the choice.
+    """
+    wanted = all_reduce == "flashinfer"
+    os.environ.update(
+        VLLM_ALLREDUCE_USE_FLASHINFER=str(int(wanted)),
+        VLLM_ALLREDUCE_USE_SYMM_MEM=str(int(wanted)),
+        VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC="0",
+        VLLM_USE_NCCL_SYMM_MEM="0",
+        VLLM_USE_DEEP_GEMM="0",
+        VLLM_MOE_USE_DEEP_GEMM="0",
+    )
+    if wanted:
+        return
+    importlib.import_module("vllm.utils.flashinfer")
+    for module in list(sys.modules.values()):  # those that have imported the function have it under their own name
+        if getattr(module, "__name__", "").startswith("vllm.") and "has_flashinfer" in vars(module):
+            module.has_flashinfer = _has_no_flashinfer
+
+
+def _has_no_flashinfer() -> bool:
+    return False
+
+
+def sharing_problem(config: RolloutConfig, gpus_seen: int, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Why ranks of an engine cannot add up their parts as ``config`` says, and what to do; None where they can.
+
+    ``gpus_seen``: by this process. vLLM's own kernel asks CUDA about the GPU of each other rank. While graphs are
+    captured it opens memory of the others, which cannot be of expandable segments: the process ends without a message.
+    """
+    if config.tensor_parallel == 1 or config.all_reduce == "nccl":
+        return None
+    found = f"rollout.all_reduce: {config.all_reduce} with rollout.tensor_parallel: {config.tensor_parallel}, but "
+    if gpus_seen < config.tensor_parallel:
+        return (
+            f"{found}this rank sees {gpus_seen} GPU{'' if gpus_seen == 1 else 's'} (--gpus-per-task?); let each rank "
+            "see all GPUs of its node (--gpus-per-node), or set rollout.all_reduce: nccl"
+        )
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in environ.get(name, "").lower().replace(" ", "") and not config.enforce_eager:
+            return f"{found}{name} is {environ[name]}; take expandable_segments out, or set rollout.all_reduce: nccl"
+    return None
 
 
 @contextmanager

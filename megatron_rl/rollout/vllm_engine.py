@@ -405,6 +405,7 @@ class VllmGenerator:
         self._owns_world = not dist.is_initialized()
         gpu = local_gpu() if self._device == "cuda" else None
         with process_state.contained(self._rank, gpu):
+            process_state.settle_sums(self._config, self._device)
             from vllm import LLM
 
             from megatron_rl.rollout.precision import overrides

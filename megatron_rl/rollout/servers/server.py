@@ -203,6 +203,7 @@ def run_server(spec: ServerSpec, say: Callable[[str], None]) -> None:
     os.environ.pop("VLLM_API_KEY", None)  # the guard asks for the token, on every route
     if spec.device == "cpu":
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else two servers take the same core
+    process_state.settle_sums(spec.config, spec.device)
     import uvloop
 
     uvloop.run(_serve(spec, listener, say))

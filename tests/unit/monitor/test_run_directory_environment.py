@@ -19,9 +19,11 @@ def test_environment_file_keeps_every_start_and_no_secret(tmp_path):
     assert len(record["resumed"]) == 1
     assert record["hardware"]["cores"] >= 1
     environ = {"NCCL_DEBUG": "INFO", "VLLM_API_KEY": "x", "SLURM_JWT_TOKEN": "x", "HOME": "/", "WORLD_SIZE": "2"}
-    environ |= {"SLURM_JWT": "x", "VLLM_S3_PWD": "x", "NCCL_WHATEVER": "x", "VLLM_PROXY": "http://me:x@proxy:1"}
+    environ |= {"SLURM_JWT": "x", "VLLM_S3_SECRET": "x", "NCCL_HOSTID": "a", "VLLM_PROXY": "http://me:x@proxy:1"}
+    environ |= {"FLASHINFER_CUBIN_DIR": "/c", "VLLM_ALLREDUCE_USE_FLASHINFER": "0", "MY_NCCL_ALGO": "x"}
     environ["SLURM_SUBMIT_DIR"] = "ftp://me:x@host/folder"
-    kept = {"NCCL_DEBUG": "INFO", "SLURM_SUBMIT_DIR": "ftp://host/folder", "WORLD_SIZE": "2"}
+    kept = {"NCCL_DEBUG": "INFO", "SLURM_SUBMIT_DIR": "ftp://host/folder", "WORLD_SIZE": "2", "NCCL_HOSTID": "a"}
+    kept |= {"VLLM_PROXY": "http://proxy:1", "FLASHINFER_CUBIN_DIR": "/c", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
     assert environment_variables(environ) == kept
 
 

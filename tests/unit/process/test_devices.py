@@ -10,7 +10,7 @@ import torch
 import megatron_rl
 from megatron_rl.errors import InputError
 from megatron_rl.process import ranks
-from megatron_rl.process.devices import default_device, leave_default_stream, refuse_shared_gpus
+from megatron_rl.process.devices import default_device, leave_default_stream, refuse_shared_gpus, sharing
 
 PACKAGE = Path(megatron_rl.__file__).parent
 
@@ -47,6 +47,20 @@ def test_two_ranks_on_one_gpu_are_refused(own, is_shared, monkeypatch):
             refuse_shared_gpus(0)
     else:
         refuse_shared_gpus(0)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "allowed"),
+    [
+        ("MRL_SHARE_GPUS", "1", True),
+        ("MRL_SHARE_GPUS", "0", False),
+        ("NCCL_MULTI_RANK_GPU_ENABLE", "1", True),
+        ("NCCL_HOSTID", "1", False),
+    ],
+)
+def test_ranks_may_share_a_gpu_on_purpose(variable, value, allowed, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    assert (sharing([("GPU-a", "node1", 1)] * 2) == "") == allowed
 
 
 @pytest.mark.parametrize(("current", "changes"), [("default", True), ("vLLM's", False)])

@@ -1,12 +1,16 @@
 """What starting an engine in a rank's own process leaves alone."""
 
 import os
+import re
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.errors import InputError
 from megatron_rl.learner import process_groups
 from megatron_rl.process.devices import local_gpu
 from megatron_rl.rollout import process_state
@@ -71,3 +75,59 @@ def test_expandable_segments_are_off_for_the_engines_memory(name, monkeypatch):
         assert settings == ["expandable_segments:False"]
     assert settings == ["expandable_segments:False", "expandable_segments:True"]
     assert {known for known in os.environ if known.endswith("_ALLOC_CONF")} == {name}
+
+
+@pytest.mark.parametrize("all_reduce", ["custom", "nccl", "flashinfer"])
+def test_kernels_are_what_the_recipe_says_and_not_what_a_node_has(all_reduce, monkeypatch):
+    from vllm import envs
+    from vllm.utils import flashinfer
+    from vllm.v1.attention.backends.mla import flashinfer_mla_sparse  # noqa: F401 - imported before the choice
+
+    for name in ("VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_USE_DEEP_GEMM"):
+        monkeypatch.setenv(name, "1")  # the recipe counts
+    for name in ("VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC", "VLLM_USE_NCCL_SYMM_MEM", "VLLM_MOE_USE_DEEP_GEMM"):
+        monkeypatch.setenv(name, "1")
+    having = [m for m in sys.modules.values() if getattr(m, "__name__", "").startswith("vllm.") and hasattr(m, FOUND)]
+    for module in having:
+        monkeypatch.setattr(module, FOUND, lambda: True)
+    assert flashinfer in having
+    assert len(having) > 1
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    process_state.settle_sums(RolloutConfig(all_reduce=all_reduce), "cuda")
+    assert envs.VLLM_WORKER_MULTIPROC_METHOD == "fork"
+    wanted = all_reduce == "flashinfer"
+    assert {getattr(module, FOUND)() for module in having} == {wanted}
+    assert envs.VLLM_ALLREDUCE_USE_FLASHINFER == envs.VLLM_ALLREDUCE_USE_SYMM_MEM == wanted
+    never = ("ALLREDUCE_USE_FLASHINFER_PCIE_IPC", "USE_NCCL_SYMM_MEM", "USE_DEEP_GEMM", "MOE_USE_DEEP_GEMM")
+    assert [getattr(envs, f"VLLM_{name}") for name in never] == [False] * 4
+
+
+FOUND = "has_flashinfer"
+SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpus", "environ", "says"),
+    [
+        ({}, 8, {}, None),
+        ({}, 1, {}, r"sees 1 GPU \(--gpus-per-task\?\); .* or set rollout.all_reduce: nccl"),
+        ({"all_reduce": "nccl"}, 1, SEGMENTS, None),
+        ({"tensor_parallel": 1}, 1, SEGMENTS, None),
+        ({}, 8, SEGMENTS, "PYTORCH_CUDA_ALLOC_CONF is max_split.*take expandable_segments out"),
+        ({"all_reduce": "flashinfer"}, 8, SEGMENTS, "all_reduce: flashinfer with rollout.tensor_parallel: 2"),
+        ({}, 8, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None),
+        ({"enforce_eager": True}, 8, SEGMENTS, None),
+    ],
+)
+def test_ranks_that_cannot_add_up_their_parts_are_told_before_the_engine_starts(keys, gpus, environ, says):
+    config = RolloutConfig(**{"tensor_parallel": 2} | keys)
+    problem = process_state.sharing_problem(config, gpus, environ)
+    assert problem is None if says is None else re.search(says, problem)
+
+
+def test_an_engine_whose_ranks_cannot_add_up_does_not_start(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(InputError, match=r"or set rollout\.all_reduce: nccl"):
+        process_state.settle_sums(RolloutConfig(tensor_parallel=2), "cuda")
+    process_state.settle_sums(RolloutConfig(tensor_parallel=2), "cpu")

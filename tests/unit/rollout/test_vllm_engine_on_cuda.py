@@ -101,6 +101,10 @@ def started(request) -> dict[tuple[str, str], dict[str, Any]]:
         changes = {"changes": MUTATIONS[name][0]} if name in MUTATIONS else {}
         wanted[place, name] = {"place": place, **CASES[FIRST if changes else name], **changes}
     wanted |= {("kernels", *case): kernel_case(*case) for case in asked(request, "gpu", "dtype", "changed")}
+    for where, path, alone in asked(request, "where", "path", "alone"):
+        for try_ in NODES:
+            case = CASES[path] | {"place": where, "everything": True, "nvcc": try_ == "nvcc", "left alone": alone}
+            wanted["node", where, path, alone, try_] = case
     command = [sys.executable, "-m", "tests.unit.rollout.programs.vllm_on_cuda"]
     done = subprocess.run(
         command,
@@ -112,6 +116,39 @@ def started(request) -> dict[tuple[str, str], dict[str, Any]]:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(zip(wanted, json.loads(done.stdout), strict=True))
+
+
+NODES = ("no nvcc", "nvcc", "no nvcc again")
+SUMS = [(place, name, False) for place in PLACES for name in first_of_each()]
+ALL_SUMS = [(place, name, False) for place in PLACES for name in CASES]
+
+
+def of_path(started: dict, *case: Any) -> dict[str, tuple[str, str]]:
+    """What a compiler on PATH changes in vLLM's configuration; names that differ without one are numbers drawn."""
+    found = [started["node", *case, try_] for try_ in NODES]
+    assert [one.get("error") for one in found] == [None] * len(NODES)
+    bare, with_nvcc, again = (one["everything"] for one in found)
+    return {name: (bare[name], with_nvcc[name]) for name in bare if bare[name] == again[name] != with_nvcc[name]}
+
+
+@pytest.mark.parametrize(("where", "path", "alone"), slow_but(SUMS, ALL_SUMS))
+def test_no_choice_of_vllm_depends_on_path(started, where, path, alone):
+    assert of_path(started, where, path, alone) == {}
+
+
+SHARED = next(
+    name
+    for name, case in CASES.items()
+    if case["gpu"] == "h100-80" and load_recipe(case["recipe"]).rollout.tensor_parallel > 1
+)
+
+
+@pytest.mark.parametrize(("where", "path", "alone"), [("learner", SHARED, True)])
+def test_left_alone_vllm_fuses_sums_where_it_finds_a_compiler(started, where, path, alone):
+    """It then loads the fusion's kernels, which a build for CPUs does not have."""
+    bare, with_nvcc, _ = (started["node", where, path, alone, try_] for try_ in NODES)
+    assert bare["everything"]["compilation_config.pass_config.fuse_allreduce_rms"] == "False"
+    assert "no attribute 'rotary_embedding'" in with_nvcc["error"]
 
 
 def expected(recipe: Recipe, place: str, ranks: int) -> dict[str, Any]:

@@ -1,24 +1,30 @@
 """What vLLM makes of our arguments on CUDA: python -m tests.unit.rollout.programs.vllm_on_cuda < cases > findings
 
 A case: place ("learner" | "server"), gpu, recipe (a file), ranks, set (keys of the recipe), changes (arguments that are
-set or replaced). Our own code builds the arguments and hands them to vLLM, which is stopped where it would start an
-engine. JSON both ways.
+set or replaced), nvcc (whether one is on PATH; FlashInfer is installed), left alone (vLLM chooses its sums itself). Our
+own code builds the arguments and hands them to vLLM, which is stopped where it would start an engine. JSON both ways.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import importlib.machinery
+import importlib.util
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from tests.support import cuda_platform
+
+FOUND: Any = None  # vLLM's own question for FlashInfer
 
 
 class Captured(BaseException):
@@ -195,6 +201,52 @@ def facts(config: Any) -> dict[str, Any]:
     }
 
 
+def everything(config: Any, prefix: str = "") -> dict[str, str]:
+    """Each field of vLLM's configuration and of those in it, and vLLM's variables as it reads them."""
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name, None), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            found |= everything(value, f"{name}.")
+        else:
+            found[name] = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    return found
+
+
+def variables() -> dict[str, str]:
+    from vllm import envs
+
+    return {name: repr(read()) for name, read in envs.environment_variables.items()}
+
+
+@contextmanager
+def node(nvcc: bool, left_alone: bool) -> Iterator[None]:
+    """A node with FlashInfer, whose PATH has an nvcc or none. ``left_alone``: vLLM's own choice of sums."""
+    from vllm.utils import flashinfer
+
+    from megatron_rl.rollout import engine_arguments, process_state
+
+    for module in list(sys.modules.values()):  # what the case before replaced
+        if getattr(module, "__name__", "").startswith("vllm.") and "has_flashinfer" in vars(module):
+            module.has_flashinfer = FOUND
+    FOUND.cache_clear()
+    own = [mock.patch.object(engine_arguments, "sums_on_cuda", return_value={})] if left_alone else []
+    own += [mock.patch.object(process_state, "choose_kernels")] if left_alone else []
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        if nvcc:
+            compiler = Path(folder, "nvcc")
+            compiler.write_text("#!/bin/sh\n")
+            compiler.chmod(0o755)
+        stack.enter_context(mock.patch.dict(os.environ, PATH=f"{folder}:{os.environ['PATH']}" if nvcc else "/none"))
+        spec = importlib.machinery.ModuleSpec("flashinfer", None)
+        found = importlib.util.find_spec
+        finder = mock.Mock(wraps=importlib.util, find_spec=lambda name: spec if name == "flashinfer" else found(name))
+        stack.enter_context(mock.patch.object(flashinfer, "importlib", mock.Mock(util=finder)))
+        for one in own:
+            stack.enter_context(one)
+        yield
+
+
 def shadowed(config: Any) -> list[str]:
     """Names of our worker extension that vLLM's worker has as well; vLLM refuses to start with any."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -221,8 +273,11 @@ def find(case: dict[str, Any], root: Path) -> dict[str, Any]:
         mock.patch("megatron_rl.rollout.vllm_engine.engine_arguments", changed),
     ):
         try:
-            config = place(recipe, model_folder(root, recipe.model.path.name), case["ranks"])
-            return facts(config) | {"shadowed": shadowed(config)}
+            with node(case.get("nvcc", False), case.get("left alone", False)):
+                config = place(recipe, model_folder(root, recipe.model.path.name), case["ranks"])
+                if case.get("everything"):
+                    return {"everything": everything(config) | variables()}
+                return facts(config) | {"shadowed": shadowed(config)}
         except Exception as error:  # noqa: BLE001 - it is what the case finds
             return {"error": f"{type(error).__name__}: {error}"}
 
@@ -231,6 +286,10 @@ def main() -> None:
     answer = os.fdopen(os.dup(1), "w")  # vLLM prints
     os.dup2(2, 1)
     cuda_platform.install("h100-80")
+    from vllm.utils import flashinfer
+
+    global FOUND
+    FOUND = flashinfer.has_flashinfer
     with tempfile.TemporaryDirectory() as root:
         json.dump([find(case, Path(root)) for case in json.load(sys.stdin)], answer)
     answer.close()
