@@ -168,10 +168,12 @@ def test_hardware_names_every_gpu(monkeypatch):
     monkeypatch.setattr(run_directory, "default_device", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     hardware = run_directory.hardware()
     assert hardware["gpus"] == [{"name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.6}] * 2
     assert hardware["cuda"] == "13.0"
+    assert hardware["nccl"] == "2.29.7"
 
 
 def test_a_phase_ends_when_its_kernels_have(monkeypatch):
