@@ -7,7 +7,7 @@ a time limit, which also ends native code that holds Python's lock.
 A training step frees blocks of many sizes and threads. glibc raises the size from which a block gets pages of its own
 to the largest that was freed (up to 32 MiB), takes such blocks from the heap from then on, and gives back only what
 lies at the heap's end. In 300 steps of two data-parallel ranks the free part of the heap grows from 40 to 400 MiB while
-141 MiB are in use. `tools/dev/heap_growth.py` shows both numbers, with and without giving back.
+141 MiB are in use.
 """
 
 from __future__ import annotations

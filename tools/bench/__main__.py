@@ -30,19 +30,12 @@ PROBLEMS = "PROBLEMS"  # stands for a file of made-up problems
 # Program → arguments of its smoke form. Every program has one. No smoke form judges times: one round says nothing.
 SMOKE: dict[str, str] = {
     "answers": "--responses 2 --length 16 --servers 1 --rounds 1",
-    "broadcast": "--experts 4 --rounds 1",
     "compare": "--noise --only objective --rounds 1 --allow 1000",
     "engines": "--prompts 1 --group 2 --length 4 --rounds 1",
     "exact": "--sequences 2 --tokens 4 --rounds 1",
     "generation": "--prompts 1 --group 2 --length 4 --rounds 1",
-    "growth": "--rounds 1 --only batch",
-    "head": "--tokens 16 --width 16 --vocab 256 --rounds 1",
-    "judge": "--steps 1 --prompts 2 --seconds 0.01 --only 0",
     "learner": "--sequences 2 --length 16 --rounds 1",
     "objective": "--tokens 4096 --length 64 --threads 1 --repeats 1 --most 1000",
-    "old_logprobs": "--sequences 2 --length 16 --rounds 1",
-    "overlap": "--rounds 1 --steps 8 --length 4 --prompts 2",
-    "oversampling": "--steps 2",
     "packing": "--sequences 16 --ranks 2 --batches 1",
     "pipeline": "--turns 1 --steps 8 --modes finish --rounds 1",
     "refit": "--rounds 1",
@@ -50,9 +43,7 @@ SMOKE: dict[str, str] = {
     "reward": f"{PROBLEMS} --wrong 1",
     "scale": "--quick --processes 4",
     "servers": "--prompts 1 --group 2 --length 4 --rounds 1",
-    "start_up": "--rows 100",
     "trl": "--alone --lengths fixed tail --longest 8 --prompts 1 --group 2 --steps 2 --turn 2",
-    "watch": "--steps 20 --metrics 10 --responses 8 --length 16",
 }
 # Not among `make bench`: they want something that set-up does not make, or judge a change.
 ASKED_FOR = ("compare", "reward", "trl")

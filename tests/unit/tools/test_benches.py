@@ -71,17 +71,17 @@ def test_records_say_their_commit_and_are_judged_by_later_ones(tmp_path, monkeyp
     monkeypatch.setattr(benches, "git", lambda command, *rest: answers[command])
     file = tmp_path / "performance.json"
     file.write_text('{"about": "kept"}')
-    benches.record(file, "head", ["--rounds", "1"], "a table\nof two lines")
+    benches.record(file, "packing", ["--rounds", "1"], "a table\nof two lines")
     record = json.loads(file.read_text())
     assert record["about"] == "kept"
-    assert record["records"]["head"]["command"] == "python -m tools.bench.head --rounds 1"
-    assert record["records"]["head"]["commit"] == "1234567"
-    assert record["records"]["head"]["output"] == ["a table", "of two lines"]
+    assert record["records"]["packing"]["command"] == "python -m tools.bench.packing --rounds 1"
+    assert record["records"]["packing"]["commit"] == "1234567"
+    assert record["records"]["packing"]["output"] == ["a table", "of two lines"]
     assert benches.age(file) == 0
     said = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert said["head"].endswith("older than what it measures: 2 later commits, the last abcdef0")
+    assert said["packing"].endswith("older than what it measures: 2 later commits, the last abcdef0")
     assert said["learner"] == "no record"
     answers |= {"log": "", "status": " M a"}
-    benches.record(file, "head", [], "")
+    benches.record(file, "packing", [], "")
     benches.age(file)
     assert "1234567 and changes that no commit has: current" in capsys.readouterr().out
