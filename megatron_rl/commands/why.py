@@ -278,7 +278,7 @@ def _print_jobs(branch: Branch, root: Path) -> int:
 
 
 def _run(branch: Branch, root: Path, options: argparse.Namespace) -> int:
-    from megatron_rl.instruments.branch.verdict import judge, page
+    from megatron_rl.instruments.branch.verdict import count_look, judge, page
     from megatron_rl.instruments.lab.jobs import FINISHED
     from megatron_rl.instruments.lab.runner import StudyRunner
     from megatron_rl.process.host import outlasting_readers
@@ -296,7 +296,7 @@ def _run(branch: Branch, root: Path, options: argparse.Namespace) -> int:
     if not any(state in FINISHED for state in states.values()):
         say(f"no arm is finished: nothing can be compared; {root} has their logs")
         return EXIT_INCOMPLETE
-    judgement = judge(branch, root)
+    judgement = judge(branch, root, count_look(root, len(branch.study.seeds)))
     print(json.dumps(judgement.as_json(), indent=2) if options.json else printable(page(judgement)))
     return EXIT_DONE if all(state in FINISHED for state in states.values()) else EXIT_INCOMPLETE
 

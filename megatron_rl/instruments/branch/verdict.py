@@ -38,6 +38,8 @@ VALUE_CHARACTERS = 60  # of a recipe's value on the page
 LEVEL = 0.05  # of all tests, as the lab has it
 POWER = 0.8  # chance to decide that `seeds_to_decide` aims at
 MOST_SEEDS = 50  # more are no short experiment
+LOOKS = "looks.json"  # beside the arms' runs: numbers of seeds at which a judgement was printed
+NOT_JUDGED = "not judged"
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Judged:
 @dataclass(frozen=True)
 class Judgement:
     """All that is said of a branch. ``repeated``: steps in which the control with the run's own random numbers repeats
-    the run; ``difference``: the first metric in which it does not. ``best``: see `beside_the_best`."""
+    the run; ``difference``: the first metric in which it does not. ``best``: see `beside_the_best`. ``looks``: how
+    often arms were judged, this time included; see `price_of_look`."""
 
     branch: Branch
     control: Values
@@ -85,6 +88,7 @@ class Judgement:
     difference: str | None
     unfinished: tuple[str, ...]
     best: Judged | None = None
+    looks: int = 1
 
     @property
     def cures(self) -> list[Judged]:
@@ -109,6 +113,12 @@ class Judgement:
     def sentence(self) -> str:
         """The verdict in words."""
         metric = self.branch.loss.metric
+        if not shows_the_loss(self.branch.loss, self.control):
+            level = sum(self.control.values()) / len(self.control)
+            return (
+                f"nothing to explain from here: {metric} is {level:.3g} in the control, {self.branch.loss.after:.3g} "
+                "in the run; begin later (--from STEP), where the control goes wrong as the run did"
+            )
         undecided = [judged for judged in self.arms if judged.verdict == WORDS["undecided"]]
         names = ", ".join(judged.arm.name for judged in undecided)
         if cures := self.cures:
@@ -156,6 +166,7 @@ class Judgement:
                 for item in self.contrasts
             ],
             "left_out": [vars(item) for item in branch.left_out],
+            "looks": self.looks,
             "unfinished": list(self.unfinished),
             "verdict": self.sentence,
         }
@@ -172,6 +183,7 @@ def _arm_as_json(branch: Branch, judged: Judged) -> dict[str, Any]:
         "values": judged.values,
         **({} if effect is None else _effect_as_json(effect)),
         "p": judged.p,
+        "p_exact": None if effect is None or math.isnan(effect.p_exact) else effect.p_exact,
         "p_holm": judged.p_holm,
         "restored": judged.restored,
         "verdict": judged.verdict,
@@ -209,7 +221,38 @@ def seeds_to_decide(effect: Effect, margin: float, num_arms: int, scatter: Effec
     return None
 
 
-def beside_the_best(arms: Sequence[Judged], control: Values, loss: Loss) -> tuple[Judged | None, list[Judged]]:
+def price_of_look(number: int) -> int:
+    """Return what the p-values of the ``number``-th look at an experiment are multiplied by: k (k + 1).
+
+    Its 1 / (k (k + 1)) of the level sum to no more than the level, however often somebody looks.
+    """
+    return number * (number + 1)
+
+
+def count_look(root: Path, seeds: int) -> int:
+    """Return how many numbers of seeds the arms below ``root`` were judged at, ``seeds`` included, which is noted."""
+    file = root / LOOKS
+    try:
+        before = [int(value) for value in json.loads(file.read_text())]
+    except (OSError, ValueError, TypeError):
+        before = []
+    looks = [*before, seeds] if seeds not in before else before[: before.index(seeds) + 1]
+    if seeds not in before:
+        file.write_text(json.dumps(looks))
+    return len(looks)
+
+
+def shows_the_loss(loss: Loss, control: Values) -> bool:
+    """Return whether the control loses at least a quarter (`DECISIVE`) of what the run lost; true where nothing was."""
+    if not control or not loss.size:
+        return True
+    level = sum(control.values()) / len(control)
+    return (loss.before - level if loss.back == "higher" else level - loss.before) >= DECISIVE * loss.size
+
+
+def beside_the_best(
+    arms: Sequence[Judged], control: Values, loss: Loss, price: int = 1
+) -> tuple[Judged | None, list[Judged]]:
     """Return the best arm where it restores more than was lost, and the arms judged beside it; else None and ``arms``.
 
     A run goes on learning, so that without the harm it would be above its level before. What counts as nothing is then
@@ -226,7 +269,8 @@ def beside_the_best(arms: Sequence[Judged], control: Values, loss: Loss) -> tupl
     above = [paired_effect(gain, least) for gain in gains]  # below 0: the arm restores less than a quarter
     below = [paired_effect(gain, {seed: -value for seed, value in least.items()}) for gain in gains]  # or harms by less
     others = [i for i, arm in enumerate(arms) if arm is not best and above[i] is not None]
-    p = dict(zip(others, holm([max(_one_sided(above[i], -1), _one_sided(below[i], 1)) for i in others]), strict=True))
+    of_both = holm([max(_one_sided(above[i], -1), _one_sided(below[i], 1)) for i in others])
+    p = dict(zip(others, (price * value for value in of_both), strict=True))
     num_open = sum(value >= LEVEL for value in p.values())
     judged = list(arms)
     for i in others:
@@ -255,30 +299,35 @@ def _seeds_told(undecided: Sequence[Judged]) -> str:
     return f"about --seeds {max(needed)} would decide"
 
 
-def judge(branch: Branch, root: Path) -> Judgement:
-    """Return the judgement of the finished runs below ``root``. Raises `NothingFinished` where there is none."""
+def judge(branch: Branch, root: Path, looks: int = 1) -> Judgement:
+    """Return the judgement of the finished runs below ``root``. Raises `NothingFinished` where there is none.
+
+    ``looks``: which look at these arms this is.
+    """
+    price = price_of_look(looks)
     results = read_results(branch, root)
     by_name = {arm.name: arm for arm in branch.arms}
     control = results.outcomes[CONTROL]["loss"]
+    is_lost = shows_the_loss(branch.loss, control)
     arms = [
         Judged(
             by_name[decision.name],
             results.outcomes[decision.name]["loss"],
             decision.effect,
             decision.p,
-            decision.p_holm,
+            min(1.0, price * decision.p_holm),
             _restored(branch, decision.effect, control),
-            WORDS[decision.verdict],
+            WORDS[decision.verdict] if is_lost else NOT_JUDGED,
             seeds_to_decide(decision.effect, branch.loss.margin, len(by_name))
             if decision.verdict == "undecided" and decision.effect is not None
             else None,
         )
-        for decision in results.decisions()
+        for decision in results.decisions(price)
     ]
-    best, arms = beside_the_best(arms, control, branch.loss)
+    best, arms = beside_the_best(arms, control, branch.loss, price)
     repeated, difference = repeats_the_run(branch, root)
     unfinished = tuple(results.unfinished)
-    return Judgement(branch, control, tuple(arms), _others(results), repeated, difference, unfinished, best)
+    return Judgement(branch, control, tuple(arms), _others(results), repeated, difference, unfinished, best, looks)
 
 
 def _restored(branch: Branch, effect: Effect | None, control: Values) -> float | None:
@@ -408,10 +457,29 @@ def page(judgement: Judgement) -> str:
         lines.append(
             f"The control with the run's own seeds repeats {judgement.repeated} steps of the run, bit for bit."
         )
+    lines += _chances(judgement)
     if judgement.unfinished:
         lines.append(f"Not finished: {', '.join(judgement.unfinished)}; the same command goes on")
     lines += [f"Verdict: {judgement.sentence}", *_left_out(branch)]
     return "\n".join(lines)
+
+
+def _chances(judgement: Judgement) -> list[str]:
+    """What the p-values take into account, and what they do not."""
+    looks = judgement.looks
+    ordinal = "first look at these arms" if looks == 1 else f"look number {looks} at these arms"
+    lines = [f"p: Holm's, times {price_of_look(looks)} for the {ordinal}; more seeds are another look."]
+    without = []
+    for judged in judgement.arms:
+        both = [{s: v for s, v in values.items() if s} for values in (judged.values, judgement.control)]
+        if (effect := paired_effect(*both)) is not None:
+            without.append(f"{judged.arm.name} {effect.mean:+.3g}")
+    if without:
+        lines.append(
+            "Seed 0 is the run's own, looked at because it went wrong: effects lean to the arms. Without it: "
+            + ", ".join(without)
+        )
+    return lines
 
 
 def _row(judged: Judged) -> list[str]:

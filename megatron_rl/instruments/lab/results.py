@@ -24,6 +24,10 @@ from megatron_rl.instruments.lab.runner import REUSED, Registration, StudyRunner
 from megatron_rl.instruments.lab.study import Direction, Outcome, Primary, Trend
 from megatron_rl.monitor.run_directory import CONTINUED_BY, UNKNOWN_CODE, RunDirectory, code_of, read_metrics
 
+LEAST_SEEDS = 3  # two differences that happen to be alike would decide anything
+ALIKE = 1e-9  # of the largest difference: rounding of numbers that are the same
+MOST_FLIPPED = 20  # differences: 2^20 sums
+
 Verdict = Literal["as predicted", "contrary", "no effect", "undecided", "not contradicted", "not testable"]
 """no effect: a difference was predicted, but one as large as the margin is excluded. not testable: the study's gate did
 not come out as predicted."""
@@ -35,7 +39,9 @@ class Effect:
 
     ``lower`` and ``upper`` bound the mean difference with 95% (Student's t of the paired differences). ``d`` is Cohen's
     d: their mean over their standard deviation (before exponentiation for a ratio). ``p`` tests for no difference,
-    ``p_same`` for a difference as large as the margin (two one-sided tests); NaN without a margin.
+    ``p_same`` for a difference as large as the margin (two one-sided tests); NaN without a margin. Equal
+    differences other than 0 have no spread to judge by: both are then 1. ``p_exact``: of the test that needs no normal
+    distribution (each seed's difference has either sign with the same chance); at least 2 / 2^n.
     """
 
     num_seeds: int
@@ -47,6 +53,7 @@ class Effect:
     p: float = 1.0
     p_same: float = math.nan
     beyond_margin: bool = True  # the mean difference is larger than the margin, or no margin is set
+    p_exact: float = math.nan
 
     @property
     def excludes_none(self) -> bool:
@@ -65,8 +72,10 @@ class Effect:
         ``adjusted``: `p_of` the prediction, corrected for its family of ``family`` tests (default: uncorrected). The
         other hypothesis is not part of the family and is corrected by the full number. A difference counts if it is
         significant and larger than the margin. "same" needs two one-sided tests against the margin; without a margin it
-        can only be contradicted.
+        can only be contradicted. Fewer than `LEAST_SEEDS` decide nothing.
         """
+        if self.num_seeds < LEAST_SEEDS:
+            return self._open_same if expected == "same" else "undecided"
         tested = self.p_of(expected) if adjusted is None else adjusted
         tests_same = expected == "same" and not math.isnan(self.p_same)
         differs = (self.p * family if tests_same else tested) < level and self.beyond_margin
@@ -97,10 +106,26 @@ def paired_effect(
     mean, deviation, half, d = float(differences.mean()), math.nan, math.inf, math.nan
     if len(seeds) > 1:
         deviation = float(differences.std(ddof=1))
+        if deviation <= ALIKE * float(np.abs(differences).max()):
+            deviation = 0.0
         half = interval_half_width(len(seeds)) * deviation
         d = mean / deviation if deviation > 0 else math.nan
     error = deviation / math.sqrt(len(seeds))
-    return _effect(len(seeds), mean, error, half, d, len(seeds) - 1, ratio, margin)
+    effect = _effect(len(seeds), mean, error, half, d, len(seeds) - 1, ratio, margin)
+    return replace(effect, p_exact=sign_flip_p(differences))
+
+
+def sign_flip_p(differences: np.ndarray) -> float:
+    """Return the share of all 2^n choices of signs whose sum is as far from 0 as that of ``differences`` [n].
+
+    Beyond `MOST_FLIPPED` differences NaN: Student's t is then as good.
+    """
+    if len(differences) > MOST_FLIPPED:
+        return math.nan
+    sums = np.zeros(1)
+    for difference in differences:
+        sums = np.concatenate([sums + difference, sums - difference])
+    return float((np.abs(sums) >= abs(differences.sum()) * (1 - 1e-12)).mean())
 
 
 def _effect(
@@ -114,6 +139,8 @@ def _effect(
         else max(_p_above(mean + within, error, degrees), _p_above(within - mean, error, degrees))
     )
     p = min(1.0, 2 * _p_above(abs(mean), error, degrees))
+    if error == 0 and mean:
+        p, p_same = 1.0, math.nan if within is None else 1.0
     ends = (mean, mean - half, mean + half)
     if ratio:
         ends = tuple(math.exp(end) if end < math.inf else end for end in ends)
@@ -314,16 +341,17 @@ class Results:
         runs = self.trend_runs(trend)
         return trend_effect(*zip(*runs, strict=True), margin=trend.margin) if runs else None
 
-    def decisions(self) -> list[Decision]:
+    def decisions(self, price: int = 1) -> list[Decision]:
         """Return the decisions on the gate, then on every primary and trend.
 
-        The study file fixes the family of tests, so those without runs stay in it with p = 1.
+        The study file fixes the family of tests, so those without runs stay in it with p = 1. ``price``: what p-values
+        are multiplied by beyond the family, before they decide.
         """
         study = self.study.study
         gate = self._gate()
         rows = [self._compared(primary) for primary in study.decisive()]
         rows += [(name, t.outcome, t.dose, t.expect, self.trend(t)) for name, t in study.trends.items()]
-        judged = self._judged(rows)
+        judged = self._judged(rows, price)
         if any(decision.verdict != "as predicted" for decision in gate):
             judged = [replace(decision, verdict="not testable") for decision in judged]
         return gate + judged
@@ -345,13 +373,14 @@ class Results:
         effect = self.effect(primary.arm, primary.outcome)
         return primary.arm, primary.outcome, str(arm.control), arm.expect[primary.outcome], effect
 
-    def _judged(self, rows: list[_Row]) -> list[Decision]:
-        """Return the verdicts of a family of tests."""
+    def _judged(self, rows: list[_Row], price: int = 1) -> list[Decision]:
+        """Return the verdicts of a family of tests; their `p_holm` is not yet multiplied by ``price``."""
         p_values = [1.0 if effect is None else effect.p_of(expected) for *_, expected, effect in rows]
         judged = []
         for (*names, expected, effect), p, adjusted in zip(rows, p_values, holm(p_values), strict=True):
             level = self.study.study.level
-            verdict: Verdict = effect.verdict(expected, level, adjusted, len(rows)) if effect else "undecided"
+            family = price * len(rows)
+            verdict: Verdict = effect.verdict(expected, level, price * adjusted, family) if effect else "undecided"
             judged.append(Decision(*names, expected, effect, p, adjusted, verdict))
         return judged
 

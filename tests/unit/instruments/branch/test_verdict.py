@@ -13,7 +13,14 @@ from scipy import stats
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.branch.arms import CONTROL
 from megatron_rl.instruments.branch.plan import plan_branch
-from megatron_rl.instruments.branch.verdict import MOST_SEEDS, judge, page, seeds_to_decide
+from megatron_rl.instruments.branch.verdict import (
+    MOST_SEEDS,
+    count_look,
+    judge,
+    page,
+    price_of_look,
+    seeds_to_decide,
+)
 from megatron_rl.instruments.lab.results import paired_effect
 from megatron_rl.monitor.run_directory import JsonlSink
 from tests.support.rounding import rounded
@@ -40,7 +47,7 @@ def test_the_arm_that_brings_the_reward_back_is_named_and_the_others_are_not(sic
     deviation = math.sqrt(sum((d - mean) ** 2 for d in differences) / 3)
     assert cure.effect.mean == rounded(mean)
     assert cure.effect.upper == rounded(mean + stats.t.ppf(0.975, 3) * deviation / 2)
-    assert cure.p_holm == min(1.0, 2 * cure.p)  # the smaller of two
+    assert cure.p_holm == min(1.0, 2 * 2 * cure.p)  # the smaller of two, at the first look
     control = sum(PLANTED[CONTROL]) / 4
     assert cure.restored == rounded(mean / (0.6 - control))
     text = page(judgement)
@@ -153,14 +160,15 @@ def test_holms_correction_is_over_the_arms_beside_the_best(second, verdict, sick
     """An arm that is as slight as this is decided after one that is nothing, but not beside another that is open."""
     from megatron_rl.instruments.branch.arms import own_arm
 
-    slight = (0.26, 0.10, 0.24, 0.08)
+    slight = (0.23, 0.10, 0.21, 0.08)
     best = (0.90, 0.91, 0.89, 0.90)
     branch = plan_branch(sick, from_step=10, steps=20, wanted=ARMS, own=[own_arm("cold", ["rollout.temperature=0.9"])])
     planted = {"third-rate": best, "one-update": slight, "cold": second or (0.30, 0.07, 0.28, 0.05)}
     finish(branch, tmp_path, PLANTED | planted)
     less = np.subtract(best, PLANTED[CONTROL]) / 4
+    first_look = 2
     p = {
-        arm: stats.ttest_rel(np.subtract(planted[arm], PLANTED[CONTROL]), less, alternative="less").pvalue
+        arm: first_look * stats.ttest_rel(np.subtract(planted[arm], PLANTED[CONTROL]), less, alternative="less").pvalue
         for arm in ("one-update", "cold")
     }
     assert p["one-update"] < 0.05 < 2 * p["one-update"]
@@ -235,3 +243,37 @@ def test_a_control_that_does_not_repeat_the_run_is_told(sick, tmp_path):
         sink.write(record["step"], {k: v for k, v in record.items() if k != "step"} | {"actor/entropy": 0.25})
     text = page(judge(branch, tmp_path))
     assert "differs from the run: step 15: actor/entropy is 0.3 in the first run and 0.25 in the second" in text
+
+
+def test_every_look_at_more_seeds_has_its_price(sick, tmp_path):
+    branch = plan_branch(sick, from_step=10, steps=20, wanted=ARMS)
+    finish(branch, tmp_path)
+    assert sum(1 / price_of_look(k) for k in range(1, 10_000)) < 1  # shares of the level
+    assert [count_look(tmp_path, seeds) for seeds in (4, 4, 8, 4, 6)] == [1, 1, 2, 1, 3]
+    (tmp_path / "looks.json").write_text("[4, x")
+    assert count_look(tmp_path, 4) == 1
+    first, third = (judge(branch, tmp_path, looks).arms[0] for looks in (1, 3))
+    assert (first.p, third.p_holm) == (third.p, rounded(6 * first.p_holm))
+    text = page(judge(branch, tmp_path, 3))
+    assert "times 12 for the look number 3" in text
+    assert "Without it: third-rate +" in text
+    last = judge(branch, tmp_path, 200_000).arms[0]
+    assert (last.p_holm, last.verdict) == (1.0, "undecided")
+
+
+def test_a_control_that_does_not_go_wrong_is_a_stop(sick, tmp_path):
+    """Arms that begin before the fault compare healthy runs with each other."""
+    branch = plan_branch(sick, from_step=10, steps=20, wanted=ARMS)
+    finish(branch, tmp_path, {CONTROL: (0.10, 0.60, 0.61, 0.59), "third-rate": (0.50,) * 4, "one-update": (0.60,) * 4})
+    judgement = judge(branch, tmp_path)
+    assert {judged.verdict for judged in judgement.arms} == {"not judged"}
+    assert judgement.sentence.startswith("nothing to explain from here: critic/score/mean is 0.475 in the control")
+    assert judgement.cures == []
+
+
+@pytest.mark.parametrize("arm", [(0.60, 0.61), (0.5, 0.5, 0.5, 0.5)])
+def test_too_few_seeds_and_differences_without_spread_decide_nothing(arm, sick, tmp_path):
+    branch = plan_branch(sick, from_step=10, steps=20, wanted=["third-rate"], seeds=len(arm))
+    finish(branch, tmp_path, {CONTROL: (0.1,) * len(arm), "third-rate": arm})
+    (judged,) = judge(branch, tmp_path).arms
+    assert judged.verdict == "undecided"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab import load_study
@@ -160,6 +161,7 @@ def runs(tmp_path_factory):
         folder = root / job.name
         folder.mkdir()
         final = 0.4 + 0.01 * job.seed**2 + {"none": 0.0, "one": 0.2, "two": 0.0}[job.arm] + 0.001 * job.seed
+        final += 0.001 * (job.seed - 1) * (job.arm == "one")
         rho = {"none": 0.01, "one": 0.02, "two": 0.01}[job.arm]
         lines = [
             encode_line(step, {"critic/rewards/mean": 0.5, "mismatch/rho_std": rho * 1.02**step})
@@ -200,14 +202,14 @@ def test_report_holds_the_numbers_and_a_figure(runs):
     figure, text, values = write_report(study, root)
     assert figure.read_bytes().startswith(b"\x89PNG")
     report = text.read_text()
-    # mean of 0.4, 0.411, 0.442 is 0.418, deviation 0.022; the differences of `one` are all 0.2
+    # mean of 0.4, 0.411, 0.442 is 0.418, deviation 0.022; the differences of `one` are 0.199, 0.2, 0.201
     assert "| none | 0.418 ± 0.022 |" in report
-    assert "| one | none | reward | +0.2 | +0.2 to +0.2 |" in report
+    assert "| one | none | reward | +0.2 | +0.198 to +0.202 |" in report
     assert "Not finished and not counted: later-seed0, later-seed1, two-seed2, later-seed2." in report
     # not a primary, and described
     assert "| one | none | growth of rho |" in report.partition("The rest is descriptive")[2]
     stored = json.loads(values.read_text())
-    assert stored["arms"]["one"]["reward"] == {"0": 0.6, "1": 0.611, "2": 0.642}
+    assert stored["arms"]["one"]["reward"] == {"0": 0.599, "1": 0.611, "2": 0.643}
     assert stored["arms"]["none"]["growth of rho"]["0"] == printed(math.log(1.02), 7)
     assert stored["study"]["code"] == {"unknown": 8}
 
@@ -216,9 +218,12 @@ def test_primaries_are_decided_together(runs):
     study, root = runs
     decisions = {decision.name: decision for decision in read_results(study, root).decisions()}
     assert list(decisions) == ["one", "two", "later", "reward on rho"]
-    # No spread: p is 0 for a difference, and for equivalence where there is none.
-    assert (decisions["one"].p, decisions["one"].verdict) == (printed(0.0, 12), "as predicted")
-    assert (decisions["two"].expected, decisions["two"].p, decisions["two"].verdict) == ("same", 0.0, "as predicted")
+    # t = 0.2 / (0.001 / √3)
+    assert (decisions["one"].p, decisions["one"].verdict) == (
+        printed(stats.t.sf(200 * 3**0.5, 2) * 2, 12),
+        "as predicted",
+    )
+    assert (decisions["two"].expected, decisions["two"].p, decisions["two"].verdict) == ("same", 0.0, "undecided")
     # Nothing was run: it stays in the family.
     assert (decisions["later"].effect, decisions["later"].p_holm, decisions["later"].verdict) == (
         None,
@@ -228,9 +233,9 @@ def test_primaries_are_decided_together(runs):
     slope = decisions["reward on rho"].effect
     rho = 0.01 * sum(1.02**t for t in range(NUM_STEPS)) / NUM_STEPS
     # The outcome rho is a ratio; as a dose it counts as it is: 0.2 more reward over one more rho.
-    assert slope.mean == printed(0.2 / rho, 5)  # files hold six digits
+    assert abs(slope.mean * rho - 0.2) < 0.001  # what the seeds of `one` differ by
     rest = decisions["reward on rho"].p
-    assert decisions["reward on rho"].p_holm == min(1.0, 2 * rest)
+    assert decisions["reward on rho"].p_holm == min(1.0, 3 * rest)
 
 
 def test_behind_a_gate_that_fails_nothing_is_testable(runs):
@@ -244,7 +249,7 @@ def test_behind_a_gate_that_fails_nothing_is_testable(runs):
         verdicts.append([(d.name, d.verdict) for d in read_results(load_study(file), root).decisions()])
     through, shut = verdicts
     assert through[0] == ("one", "as predicted")
-    assert ("two", "as predicted") in through
+    assert ("two", "undecided") in through  # it has two seeds
     assert shut[0] == ("later", "undecided")
     assert {verdict for _, verdict in shut[1:]} == {"not testable"}
 

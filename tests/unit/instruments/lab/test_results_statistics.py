@@ -76,6 +76,31 @@ def test_equivalence_is_a_90_percent_interval_within_the_margin():
     assert seen == {True, False}
 
 
+def test_the_exact_p_counts_all_signs_and_agrees_with_scipys():
+    rng = np.random.default_rng(3)
+    for n in (1, 3, 5, 8):
+        differences = rng.lognormal(size=n) - 1
+        effect = paired_effect(*pairs(differences))
+        flipped = [sum(s * d for s, d in zip(signs, differences)) for signs in itertools.product((1, -1), repeat=n)]
+        share = sum(abs(total) >= abs(sum(differences)) - 1e-12 for total in flipped) / 2**n
+        assert effect.p_exact == share
+        if n > 1:
+            test = stats.permutation_test((differences,), np.mean, permutation_type="samples", n_resamples=np.inf)
+            assert effect.p_exact == pytest.approx(test.pvalue, abs=1e-12)
+    assert paired_effect(*pairs([1.0, 2.0, 3.0])).p_exact == 2 / 2**3
+    assert math.isnan(paired_effect(*pairs(rng.normal(size=21))).p_exact)
+
+
+def test_equal_differences_and_few_seeds_decide_nothing():
+    equal = paired_effect(*pairs([0.5, 0.5, 0.5]), margin=0.1)
+    assert (equal.p, equal.p_same, equal.verdict("higher")) == (1.0, 1.0, "undecided")
+    same = paired_effect(*pairs([0.0, 0.0, 0.0]), margin=0.1)
+    assert (same.p, same.p_same, same.verdict("same")) == (1.0, 0.0, "as predicted")
+    two = paired_effect(*pairs([0.5, 0.5001]), margin=0.1)
+    assert two.p < 0.001
+    assert [two.verdict(expected) for expected in ("higher", "lower", "same")] == ["undecided"] * 3
+
+
 def test_a_ratio_has_its_margin_as_a_factor():
     one, other = {0: 2.0, 1: 2.2, 2: 1.9}, dict.fromkeys(range(3), 2.0)
     logs = {seed: math.log(value) for seed, value in one.items()}
