@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import inspect
+import itertools
 import os
 import select
 import sys
@@ -17,6 +19,7 @@ from typing import Any, NoReturn
 
 from megatron_rl import __version__
 from megatron_rl.commands import COMMANDS, GROUPS, full_name, function_name, module_of
+from megatron_rl.commands.arguments import FILES, make_folder
 from megatron_rl.errors import (
     EXIT_BAD_INPUT,
     EXIT_ENDED_BY_LIMIT,
@@ -56,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.formatwarning = _own_warnings_as_lines
     open_missing()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = None
     try:
         options = program_parser().parse_args(arguments)
         options.arguments = arguments
@@ -89,6 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _reader_has_left():
             raise
         return EXIT_PIPE_CLOSED
+    finally:
+        for folder in reversed(getattr(options, "made_folders", ())):
+            with contextlib.suppress(OSError):  # it has files, as it should
+                folder.rmdir()
 
 
 _PLAIN_WARNING = warnings.formatwarning
@@ -140,7 +148,8 @@ class CommandParser(argparse.ArgumentParser):
     """Parser of the program, a group or a command, whose arguments are added when they are needed."""
 
     def __init__(self, *arguments: Any, command: str | None = None, **options: Any) -> None:
-        super().__init__(*arguments, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        settings = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        super().__init__(*arguments, **settings, **options)
         self._command = command
 
     def load(self) -> None:
@@ -155,7 +164,27 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> tuple[argparse.Namespace, list[str]]:
         self.load()
-        return super().parse_known_args(*arguments, **options)
+        if not self._subparsers:
+            self._refuse_unknown(arguments[0] if arguments else options["args"])
+        parsed, unknown = super().parse_known_args(*arguments, **options)
+        for action in self._actions:
+            if action.type in FILES and (path := getattr(parsed, action.dest, None)) is not None:
+                parsed.made_folders = [*getattr(parsed, "made_folders", ()), *make_folder(Path(path))]
+        return parsed, unknown
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        """End with a message at an option that the command does not have, before one that is missing is named."""
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            name = word.partition("=")[0]
+            if not word.startswith("-") or word == "-" or " " in word or name in self._option_string_actions:
+                continue
+            with contextlib.suppress(ValueError):
+                float(word)
+                continue
+            known = [other for other in self._option_string_actions if other.startswith("--")]
+            near = [other for other in known if other.startswith(name)] + difflib.get_close_matches(name, known)
+            hint = f"did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
+            self.error(f"no such option: {name}; {hint}`{self.prog} --help` lists them")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if not isinstance(action, argparse._SubParsersAction) or value in action.choices:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.commands.arguments import COUNT, output_file
 from megatron_rl.errors import EXIT_DONE, InputError
 
 GROUPS = {
@@ -151,7 +152,7 @@ def add_foreign(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("file", type=Path, help=f"Read this file: {what}.")
     parser.add_argument(
         "--output",
-        type=Path,
+        type=output_file,
         metavar="RECIPE",
         help="Write the recipe here (default: print it).",
     )
@@ -163,7 +164,7 @@ def add_foreign(parser: argparse.ArgumentParser, what: str) -> None:
         help="Take this as set where the script is started. The option may be given several times.",
     )
     parser.add_argument(
-        "--train-rows", type=int, metavar="N", help="Count epochs of this number of rows of training data."
+        "--train-rows", type=COUNT, metavar="N", help="Count epochs of this number of rows of training data."
     )
 
 

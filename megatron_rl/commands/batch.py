@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_rl.commands import add_overrides
+from megatron_rl.commands.arguments import COUNT, INDEX, output, output_file
 from megatron_rl.config import Recipe
 from megatron_rl.errors import EXIT_DONE
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def add_stored_batch(parser: argparse.ArgumentParser) -> None:
     """Add the arguments ``run``, ``step``, ``weights``, ``layout`` and ``json``."""
     parser.add_argument("run", type=Path, help="Read this run directory.")
-    parser.add_argument("--step", type=int, required=True, help="Analyse the stored batch of this step.")
+    parser.add_argument("--step", type=INDEX, required=True, help="Analyse the stored batch of this step.")
     parser.add_argument(
         "--weights", default="exact", metavar="exact|nearest|DIR", help="Choose the weights as in `batch replay`."
     )
@@ -34,7 +35,7 @@ def add_stored_batch(parser: argparse.ArgumentParser) -> None:
         default="tp=1",
         help="Use this layout, for example tp=2,ep=2; sizes that are not named are 1 (default: tp=1).",
     )
-    parser.add_argument("--json", type=Path, help="Write the numbers to this file as well.")
+    parser.add_argument("--json", type=output_file, help="Write the numbers to this file as well.")
 
 
 def is_main_rank() -> bool:
@@ -73,7 +74,7 @@ COMPARED = (
 
 def add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="Read this run directory.")
-    parser.add_argument("--step", type=int, required=True, help="Replay the stored batch of this step.")
+    parser.add_argument("--step", type=INDEX, required=True, help="Replay the stored batch of this step.")
     add_overrides(parser)
     parser.add_argument(
         "--layout", help="Use this layout, for example tp=1,ep=2 (also pp, etp); sizes that are not named are 1."
@@ -86,7 +87,7 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
         help="Choose the weights. exact (default): those of the step; an error if there are none. nearest: the newest "
         "checkpoint not after it. DIR: a checkpoint of this project or a Hugging Face folder.",
     )
-    parser.add_argument("--json", type=Path, help="Write everything to this file as well.")
+    parser.add_argument("--json", type=output_file, help="Write everything to this file as well.")
 
 
 def run_replay(options: argparse.Namespace) -> int:
@@ -224,7 +225,7 @@ EXPERT_COLUMNS = ("layer", "expert", "engine_load", "learner_load", "gained", "l
 
 def add_experts(parser: argparse.ArgumentParser) -> None:
     add_stored_batch(parser)
-    parser.add_argument("--top", type=int, default=20, help="Print this number of experts (default: %(default)s).")
+    parser.add_argument("--top", type=COUNT, default=20, help="Print this number of experts (default: %(default)s).")
 
 
 def run_experts(options: argparse.Namespace) -> int:
@@ -270,7 +271,7 @@ def add_gradient_bias(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     parser.add_argument(
         "--parts",
-        type=int,
+        type=COUNT,
         default=4,
         help="Estimate variances from this number of parts of the batch (default: %(default)s).",
     )
@@ -328,7 +329,7 @@ def add_import_dump(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="Use this recipe, whose model.path is the checkpoint (Hugging Face) that the responses were sampled from.",
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="RUN", help="Write this run directory.")
+    parser.add_argument("--output", type=output, required=True, metavar="RUN", help="Write this run directory.")
     parser.add_argument("--reward-key", metavar="KEY", help="Take this reward, where a response of slime has several.")
     add_overrides(parser)
 

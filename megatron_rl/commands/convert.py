@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from megatron_rl.commands.arguments import output
 from megatron_rl.errors import EXIT_DONE, InputError
 
 # fp32 sums in another order differ by a measured 2e-6 on the tiny model. A wrong table gives errors as large as logits.
@@ -21,7 +22,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     ):
         command = directions.add_parser(name, help=text, description=text)
         command.add_argument("source", type=Path, help="Read this folder.")
-        command.add_argument("target", type=Path, help="Write this folder. It must not exist.")
+        command.add_argument("target", type=output, help="Write this folder. It must not exist.")
         command.add_argument(
             "--dtype", choices=("bf16", "fp16", "fp32"), help="Round the weights to this dtype (default: as stored)."
         )

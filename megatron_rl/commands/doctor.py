@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.commands import add_overrides
+from megatron_rl.commands.arguments import COUNT, POSITIVE, output, output_file, output_or_dash
 from megatron_rl.doctor.checks import CHECKS, RATES, Check, Result
 from megatron_rl.errors import EXIT_DONE, EXIT_FAULT, InputError
 
@@ -36,20 +37,23 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
         "--json",
         nargs="?",
         const="-",
+        type=output_or_dash,
         metavar="FILE",
         help="Write the report to this file as JSON, anew before each check. Without FILE: print it at the end.",
     )
     parser.add_argument(
-        "--page", type=Path, metavar="FILE", help="Write the report as an HTML page that loads nothing."
+        "--page", type=output_file, metavar="FILE", help="Write the report as an HTML page that loads nothing."
     )
     parser.add_argument(
         "--shared", metavar="DIR", help="Test this folder, which all nodes see (default: the recipe's run_root)."
     )
     parser.add_argument(
-        "--ranks", type=int, help="Start this number of processes for checks between ranks (default: GPUs of the node)."
+        "--ranks",
+        type=COUNT,
+        help="Start this number of processes for checks between ranks (default: the node's GPUs).",
     )
     parser.add_argument(
-        "--minutes", type=float, default=MINUTES, help=f"End after this number of minutes (default: {MINUTES:g})."
+        "--minutes", type=POSITIVE, default=MINUTES, help=f"End after this number of minutes (default: {MINUTES:g})."
     )
     parser.add_argument(
         "--job", action="store_true", help="Run as one rank of a job, and test only what is between nodes."
@@ -59,7 +63,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--measure",
-        type=Path,
+        type=output_file,
         metavar="FILE",
         help="Measure rates and links alone, and write them to this file for `megatron-rl plan --gpu FILE`. With "
         "--job: links alone, added to the file.",
@@ -83,9 +87,6 @@ def run_doctor(options: argparse.Namespace) -> int:
     others. Its result is `pass`, `fail` with the likely fix, or `not run` with the reason. A RECIPE adds checks that
     depend on its size: the host's memory, attention with its number of heads. `slurm/doctor.sbatch` runs all checks on
     the nodes of a job.
-
-    Beside FILE, in the folder of its name and "-parity", are the certificates of the check `parity`: parity.json and
-    parity.html of the tiny model, and of the first layers of RECIPE's.
 
     Exit status: 0 no check failed, 1 one did, 2 bad arguments.
     """
@@ -169,13 +170,7 @@ def make_setting(options: argparse.Namespace) -> Setting:
     except ModuleNotFoundError:  # a package that recipes need is missing
         recipe = None
     shared = Path(options.shared or (recipe.run_root if recipe else "runs"))
-    return replace(setting, shared=str(shared.absolute()), certificates=certificates(options.json, options.page))
-
-
-def certificates(json_file: str | None, page_file: Path | None) -> str:
-    """Return the folder beside the report's file, of its name and "-parity"; empty where there is no file."""
-    file = page_file or (Path(json_file) if json_file not in (None, "-") else None)
-    return str(file.absolute().with_name(f"{file.stem}-parity")) if file else ""
+    return replace(setting, shared=str(shared.absolute()))
 
 
 WITNESSES = ("transformers", "learner", "exact", "vllm")  # equals `witnesses.ALL`, whose module is slow to import
@@ -195,7 +190,7 @@ def add_parity(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--layers",
-        type=int,
+        type=COUNT,
         metavar="N",
         help="Compare the first N layers alone, at full width. The others are not read (default: all layers).",
     )
@@ -207,7 +202,7 @@ def add_parity(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=output,
         metavar="DIR",
         help="Write the certificate here: parity.json, a page (parity.html), parity.txt and parity.png.",
     )

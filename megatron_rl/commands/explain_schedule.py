@@ -16,6 +16,7 @@ import yaml
 from matplotlib.figure import Figure
 from pydantic import ValidationError
 
+from megatron_rl.commands.arguments import output_file
 from megatron_rl.config.explain import explain
 from megatron_rl.config.learner import OptimizerConfig, ScheduleConfig
 from megatron_rl.config.loader import read_yaml
@@ -93,7 +94,7 @@ def add_explain_schedule(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=output_file,
         metavar="FILE.png",
         help="Draw to this file (default: plots/schedule.png in RUN; here for another project's log).",
     )

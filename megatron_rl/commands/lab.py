@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.commands import add_gpu
+from megatron_rl.commands.arguments import COUNT, INDEX, POSITIVE, output, output_file
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.instruments.lab import load_study
 from megatron_rl.shipped import checkout
@@ -31,9 +32,9 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
     check.set_defaults(action=_check)
     start = commands.add_parser("run", help="Run what is missing of a study.")
     start.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="Run this number at a time (default: one per core)."
+        "--jobs", type=COUNT, default=os.cpu_count() or 1, help="Run this number at a time (default: one per core)."
     )
-    start.add_argument("--seeds", type=int, nargs="+", help="Run only these seeds.")
+    start.add_argument("--seeds", type=INDEX, nargs="+", help="Run only these seeds.")
     start.add_argument("--arms", nargs="+", help="Run only these arms, whatever the gate says.")
     start.add_argument(
         "--reuse",
@@ -61,10 +62,10 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
     again = commands.add_parser("verify", help="Run arms and seeds again and compare their metrics bit for bit.")
     which = again.add_mutually_exclusive_group(required=True)
     which.add_argument("--arm", help="Repeat the run of this arm (needs --seed).")
-    which.add_argument("--random", type=int, metavar="N", help="Repeat N finished runs, drawn from the study's hash.")
-    again.add_argument("--seed", type=int, help="Repeat the run of this seed (needs --arm).")
+    which.add_argument("--random", type=COUNT, metavar="N", help="Repeat N finished runs, drawn from the study's hash.")
+    again.add_argument("--seed", type=INDEX, help="Repeat the run of this seed (needs --arm).")
     again.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="Run this number at a time (default: one per core)."
+        "--jobs", type=COUNT, default=os.cpu_count() or 1, help="Run this number at a time (default: one per core)."
     )
     again.set_defaults(action=_verify)
     power = commands.add_parser("power", help="Compute the smallest effect that each primary sees with 80%% power.")
@@ -72,16 +73,16 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
     plan = commands.add_parser("plan", help="Estimate the GPU-hours of every arm. No engine starts.")
     add_gpu(plan, "Reckon with this GPU.", required=True)
     plan.add_argument(
-        "--nodes", type=int, help="Reckon with this number of nodes (default: as the base recipe's name says)."
+        "--nodes", type=COUNT, help="Reckon with this number of nodes (default: as the base recipe's name says)."
     )
     plan.add_argument(
         "--gpus-per-node",
-        type=int,
+        type=COUNT,
         help="Reckon with this number of GPUs in a node (default: as the base recipe's name says, else 8).",
     )
     plan.add_argument(
         "--mean-response",
-        type=float,
+        type=POSITIVE,
         metavar="TOKENS",
         help="Reckon with responses of this mean length (default: half of the longest allowed).",
     )
@@ -90,7 +91,7 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
         "pack", help="Write finished runs to one file, which `lab run --reuse` takes elsewhere."
     )
     packed.add_argument(
-        "--to", type=Path, required=True, metavar="FILE", help="Write this file, whose name ends in .xz."
+        "--to", type=output_file, required=True, metavar="FILE", help="Write this file, whose name ends in .xz."
     )
     packed.set_defaults(action=_pack)
     report = commands.add_parser("report", help="Draw the figure and write the table of what was run.")
@@ -102,7 +103,9 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
             "study", type=Path, metavar="STUDY", help="Read this study file, or the one in this folder."
         )
     for command in (start, again, packed):
-        command.add_argument("--out", type=Path, help="Use this folder of the study's runs (default: runs/lab/STUDY).")
+        command.add_argument(
+            "--out", type=output, help="Use this folder of the study's runs (default: runs/lab/STUDY)."
+        )
     report.add_argument(
         "--out",
         type=Path,
@@ -162,7 +165,7 @@ def _run(options: argparse.Namespace) -> int:
     loaded.check()
     root = _root(options, loaded.study.name)
     jobs = loaded.jobs(root, options.seeds, options.arms)
-    runner = StudyRunner(loaded, root, max(1, options.jobs), say=_say)
+    runner = StudyRunner(loaded, root, options.jobs, say=_say)
     num_finished = sum(runner.state(job) in FINISHED for job in loaded.jobs(root))
     with tempfile.TemporaryDirectory() as unpacked:
         folders, registrations = _sources(options.reuse, Path(unpacked))
@@ -244,7 +247,7 @@ def _verify(options: argparse.Namespace) -> int:
     registered = read_registration(root)
     if registered is not None and registered.code != code_version():
         _say(f"the runs were made by {registered.code}, this is {code_version()}")
-    differences = verify(loaded, root, jobs, max(1, options.jobs), _say)
+    differences = verify(loaded, root, jobs, options.jobs, _say)
     for name, difference in differences.items():
         _say(f"{name}: " + (difference or "every metric of every step is the same, bit for bit"))
     return EXIT_INCOMPLETE if any(differences.values()) else EXIT_DONE

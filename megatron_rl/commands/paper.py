@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from megatron_rl.commands import add_recipe
+from megatron_rl.commands.arguments import COUNT, SHARE, output, output_file
 from megatron_rl.commands.batch import is_main_rank
 from megatron_rl.commands.train import newest
 from megatron_rl.config import Recipe, load_recipe
@@ -42,16 +43,16 @@ def add_mismatch(parser: argparse.ArgumentParser) -> None:
         default="all",
         help="Measure these pairs of learner and rollout dtype, such as bf16/bf16,bf16/bf16+fp8, or all.",
     )
-    parser.add_argument("--prompts", type=int, default=64, help="Use this number of prompts (default: 64).")
+    parser.add_argument("--prompts", type=COUNT, default=64, help="Use this number of prompts (default: 64).")
     parser.add_argument(
-        "--samples", type=int, default=4, help="Sample this number of responses to each prompt (default: 4)."
+        "--samples", type=COUNT, default=4, help="Sample this number of responses to each prompt (default: 4)."
     )
     parser.add_argument(
         "--checkpoint",
         type=Path,
         help="Take the weights of this learner checkpoint, a step_… folder (default: model.path).",
     )
-    parser.add_argument("--out", type=Path, required=True, help="Write mismatch.json, .png and .html to this folder.")
+    parser.add_argument("--out", type=output, required=True, help="Write mismatch.json, .png and .html to this folder.")
 
 
 def run_mismatch(options: argparse.Namespace) -> int:
@@ -159,7 +160,7 @@ def add_eval_grid(parser: argparse.ArgumentParser) -> None:
         metavar="A,B,…",
         help="Use these numbers of tokens of a response (default: rollout.max_response_length).",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="Write every figure to this file as JSON.")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="Write every figure to this file as JSON.")
 
 
 def run_eval_grid(options: argparse.Namespace) -> int:
@@ -222,15 +223,17 @@ def _listed(
 
 def add_sanity_set(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
-    parser.add_argument("--out", type=Path, required=True, help="Write the kept problems to this file (JSON lines).")
     parser.add_argument(
-        "--samples", type=int, default=40, help="Sample this number of responses to each problem (default: 40)."
+        "--out", type=output_file, required=True, help="Write the kept problems to this file (JSON lines)."
     )
-    parser.add_argument("--low", type=float, default=0.2, help="Keep problems from this accuracy on (default: 0.2).")
-    parser.add_argument("--high", type=float, default=0.8, help="Keep problems up to this accuracy (default: 0.8).")
-    parser.add_argument("--limit", type=int, help="Sample only the first problems, this many.")
     parser.add_argument(
-        "--problems-per-call", type=int, default=64, help="Save after this number of problems (default: 64)."
+        "--samples", type=COUNT, default=40, help="Sample this number of responses to each problem (default: 40)."
+    )
+    parser.add_argument("--low", type=SHARE, default=0.2, help="Keep problems from this accuracy on (default: 0.2).")
+    parser.add_argument("--high", type=SHARE, default=0.8, help="Keep problems up to this accuracy (default: 0.8).")
+    parser.add_argument("--limit", type=COUNT, help="Sample only the first problems, this many.")
+    parser.add_argument(
+        "--problems-per-call", type=COUNT, default=64, help="Save after this number of problems (default: 64)."
     )
 
 
@@ -248,10 +251,8 @@ def run_sanity_set(options: argparse.Namespace) -> int:
     """
     from megatron_rl.process.ranks import broadcast_object, world_rank
 
-    if not 0 <= options.low <= options.high <= 1 or options.samples < 1:
-        raise InputError(
-            f"--low {options.low} --high {options.high} --samples {options.samples}: must have 0 ≤ low ≤ high ≤ 1"
-        )
+    if options.low > options.high:
+        raise InputError(f"--low {options.low:g} is above --high {options.high:g}; no problem is between them")
     recipe = load_recipe(options.recipe, options.overrides)
     problems = [problem for source in recipe.data.train for problem in read_problems(source)][: options.limit]
     problem_ids = {problem.id for problem in problems}
@@ -396,7 +397,7 @@ EXIT_FAILED = 1
 def add_sanity_verdict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="Judge this run directory.")
     parser.add_argument(
-        "--threshold", type=float, default=0.95, help="Pass a run whose accuracy exceeds this (default: 0.95)."
+        "--threshold", type=SHARE, default=0.95, help="Pass a run whose accuracy exceeds this (default: 0.95)."
     )
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.commands.arguments import COUNT, output_file
 from megatron_rl.config.data import DataSourceConfig
 from megatron_rl.data import load_tokenizer
 from megatron_rl.data.source import Message, Problem, read_problems
@@ -155,7 +156,7 @@ def output_row(unique: Unique) -> dict[str, Any]:
 
 def add_prepare_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", type=Path, help="Read these dataset files, .jsonl or .parquet.")
-    parser.add_argument("--out", type=Path, required=True, help="Write this file, .jsonl or .parquet.")
+    parser.add_argument("--out", type=output_file, required=True, help="Write this file, .jsonl or .parquet.")
     parser.add_argument(
         "--against", type=Path, nargs="*", default=[], help="Keep problems of these evaluation sets out."
     )
@@ -174,10 +175,10 @@ def add_prepare_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-instructions", action="store_true", help="Keep the text around problems.")
     parser.add_argument("--tokenizer", type=Path, help="Count tokens with the tokenizer of this model folder.")
     parser.add_argument(
-        "--max-length", type=int, help="Leave out problems with more tokens than this (needs --tokenizer)."
+        "--max-length", type=COUNT, help="Leave out problems with more tokens than this (needs --tokenizer)."
     )
-    parser.add_argument("--limit", type=int, help="Read only the first rows of each file, this many.")
-    parser.add_argument("--report", type=Path, help="Write the report to this file (default: OUT.report.json).")
+    parser.add_argument("--limit", type=COUNT, help="Read only the first rows of each file, this many.")
+    parser.add_argument("--report", type=output_file, help="Write the report to this file (default: OUT.report.json).")
 
 
 def run_prepare_data(options: argparse.Namespace) -> int:

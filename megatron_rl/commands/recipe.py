@@ -8,12 +8,13 @@ import os
 import sys
 
 from megatron_rl.commands import GPU_NAMES, add_foreign, add_gpu, add_recipe, write_translation
+from megatron_rl.commands.arguments import COUNT, INDEX, POSITIVE
 from megatron_rl.errors import EXIT_DONE, InputError, printable
 
 
 def add_check(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
-    parser.add_argument("--ranks", type=int, help="Check for this number of ranks (default: WORLD_SIZE, if set).")
+    parser.add_argument("--ranks", type=COUNT, help="Check for this number of ranks (default: WORLD_SIZE, if set).")
     parser.add_argument(
         "--offline",
         action="store_true",
@@ -53,16 +54,16 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     add_gpu(parser, "Reckon with this GPU.", required=True)
     parser.add_argument(
-        "--nodes", type=int, help="Reckon with this number of nodes (default: as the recipe's name says, …-4n8g-…)."
+        "--nodes", type=COUNT, help="Reckon with this number of nodes (default: as the recipe's name says, …-4n8g-…)."
     )
     parser.add_argument(
         "--gpus-per-node",
-        type=int,
+        type=COUNT,
         help="Reckon with this number of GPUs in a node (default: as the recipe's name says, else 8).",
     )
     parser.add_argument(
         "--mean-response",
-        type=float,
+        type=POSITIVE,
         metavar="TOKENS",
         help="Reckon with responses of this mean length (default: half of the longest allowed).",
     )
@@ -76,13 +77,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print the totals as JSON.")
     parser.add_argument(
         "--mean-prompt",
-        type=float,
+        type=POSITIVE,
         metavar="TOKENS",
         help="Reckon with prompts of this mean length (default: an eighth of the longest allowed).",
     )
     parser.add_argument(
         "--host-memory",
-        type=float,
+        type=POSITIVE,
         metavar="GIB",
         help="Reckon with this memory of a node (default: that of the vendor's DGX).",
     )
@@ -190,16 +191,18 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     add_gpu(parser, "Take the memory of this GPU as the budget (default: h100-80).", default="h100-80")
     parser.add_argument(
-        "--nodes", type=int, help="Trace a job of this number of nodes (default: as the recipe's name says, …-4n8g-…)."
+        "--nodes",
+        type=COUNT,
+        help="Trace a job of this number of nodes (default: that in the recipe's name, …-4n8g-…).",
     )
     parser.add_argument(
         "--gpus-per-node",
-        type=int,
+        type=COUNT,
         help="Trace a job with this number of GPUs in a node (default: as the recipe's name says, else 8).",
     )
     parser.add_argument(
         "--rank",
-        type=int,
+        type=INDEX,
         action="append",
         metavar="N",
         help="Trace this rank. The option may be given several times (default: the ranks that differ).",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.commands.arguments import COUNT, INDEX, PORT, POSITIVE, output
 from megatron_rl.errors import EXIT_DONE, InputError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from megatron_rl.monitor.plots import Curves
     from megatron_rl.rollout.servers.rendezvous import Address
 
-PORT = 8420
+DEFAULT_PORT = 8420
 
 
 def add_watch(parser: argparse.ArgumentParser) -> None:
@@ -25,11 +26,11 @@ def add_watch(parser: argparse.ArgumentParser) -> None:
         "runs", nargs="+", metavar="RUN", help="Watch this run directory, which may be written as label=RUN."
     )
     parser.add_argument("--page", action="store_true", help="Serve a page instead of drawing in the terminal.")
-    parser.add_argument("--port", type=int, help=f"Serve a page at this port; 0 is a free one (default: {PORT}).")
+    parser.add_argument("--port", type=PORT, help=f"Serve a page at this port; 0: any (default: {DEFAULT_PORT}).")
     parser.add_argument("--once", action="store_true", help="Print what there is and end.")
     parser.add_argument(
         "--every",
-        type=float,
+        type=POSITIVE,
         default=2.0,
         metavar="SECONDS",
         help="Draw in the terminal at this interval (default: 2).",
@@ -51,13 +52,9 @@ def run_watch(options: argparse.Namespace) -> int:
     """
     from megatron_rl.instruments.watch.run import open_runs
 
-    if options.port is not None and not 0 <= options.port < 65536:
-        raise InputError(f"--port {options.port}: must be from 0 to 65535")
-    if not options.every > 0:
-        raise InputError(f"--every {options.every}: must be more than 0 seconds")
     runs = open_runs(options.runs)
     if options.page or options.port is not None:
-        return serve(runs, PORT if options.port is None else options.port)
+        return serve(runs, DEFAULT_PORT if options.port is None else options.port)
     from megatron_rl.instruments.watch.terminal import watch
 
     watch(runs, options.every, options.once)
@@ -91,9 +88,9 @@ def serve(runs: Sequence[WatchedRun], port: int) -> int:
 
 def add_samples(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="Read this run directory or file of samples.")
-    parser.add_argument("--step", type=int, help="Print only the samples of this step.")
+    parser.add_argument("--step", type=INDEX, help="Print only the samples of this step.")
     parser.add_argument(
-        "--number", type=int, default=4, help="Print at most this number of samples (default: %(default)s)."
+        "--number", type=COUNT, default=4, help="Print at most this number of samples (default: %(default)s)."
     )
 
 
@@ -108,8 +105,6 @@ def run_samples(options: argparse.Namespace) -> int:
     from megatron_rl.monitor.run_directory import RunDirectory
     from megatron_rl.monitor.samples import read_samples, render
 
-    if options.number < 1:
-        raise InputError(f"--number {options.number}: must be at least 1")
     if not options.run.exists():
         raise InputError(f"{options.run}: no such folder; expected a run directory (run_root/name of its recipe)")
     file = RunDirectory(options.run).samples if options.run.is_dir() else options.run
@@ -143,7 +138,7 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
         help="Read this run directory, metrics.jsonl or other project's log, which may be written as label=RUN.",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("plots"), help="Write curves.png and curves.html to this folder."
+        "--out", type=output, default=Path("plots"), help="Write curves.png and curves.html to this folder."
     )
     parser.add_argument(
         "--title", default=None, help="Write this heading (default: the label, or the number of experiments)."
@@ -153,7 +148,7 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--smooth",
-        type=int,
+        type=COUNT,
         metavar="STEPS",
         help="Smooth with an exponential mean over this span (default: by length).",
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.commands.arguments import COUNT, output_file, output_or_dash
 from megatron_rl.errors import EXIT_DONE
 
 NUM_TOKENS, VOCABULARY, LOGIT_STD = 50_000, 2048, 1.5
@@ -19,14 +20,15 @@ _ROWS_AT_A_TIME = 2_000  # 16 MB of fp32 logits, which fit a processor's cache b
 
 
 def add_softmax_study(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=1, help="Make this number of draws, seeded 0, 1, … (default: 1).")
+    parser.add_argument("--seeds", type=COUNT, default=1, help="Make this number of draws, seeds 0, 1, … (default: 1).")
     parser.add_argument(
         "--json",
         nargs="?",
         const="-",
+        type=output_or_dash,
         help="Write the figures of each seed to this file as JSON. Without FILE: print them.",
     )
-    parser.add_argument("--figure", type=Path, help="Draw the histogram of seed 0 to this file.")
+    parser.add_argument("--figure", type=output_file, help="Draw the histogram of seed 0 to this file.")
 
 
 def run_softmax_study(options: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from megatron_rl.commands import add_recipe
+from megatron_rl.commands.arguments import PORT, output_file
 from megatron_rl.errors import EXIT_DONE, InputError
 
 
@@ -61,7 +62,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=output_file,
         metavar="FILE",
         help="Write the figures to this JSON file, and responses and success rates beside it.",
     )
@@ -110,7 +111,7 @@ def run_eval(options: argparse.Namespace) -> int:
 def add_serve(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     parser.add_argument("--host", default="127.0.0.1", help="Listen on this address (default: %(default)s).")
-    parser.add_argument("--port", type=int, default=0, help="Listen on this port (default: any free one).")
+    parser.add_argument("--port", type=PORT, default=0, help="Listen on this port (default: any free one).")
     parser.add_argument(
         "--name", help="Name the server's file in the run directory so (default: host name and process id)."
     )

@@ -16,6 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_rl.commands import add_gpu, add_overrides
+from megatron_rl.commands.arguments import COUNT, INDEX, SHARE, output
 from megatron_rl.config import yaml12
 from megatron_rl.config.monitor import AlarmRule, MonitorConfig, level_rules
 from megatron_rl.errors import EXIT_DONE, InputError, printable
@@ -124,7 +125,7 @@ def add_branch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="Branch from this run directory.")
     parser.add_argument(
         "--from",
-        type=int,
+        type=INDEX,
         dest="from_step",
         metavar="STEP",
         help="Start the arms at the checkpoint of this step (default: the newest one up to the onset). 0: at the run's "
@@ -132,12 +133,12 @@ def add_branch(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--steps",
-        type=int,
+        type=COUNT,
         metavar="N",
         help="Give each arm this number of steps (default: until 20 steps after the first sign).",
     )
     parser.add_argument(
-        "--seeds", type=int, default=4, metavar="N", help="Repeat each arm this number of times (default: 4)."
+        "--seeds", type=COUNT, default=4, metavar="N", help="Repeat each arm this number of times (default: 4)."
     )
     parser.add_argument(
         "--arms",
@@ -162,18 +163,18 @@ def add_branch(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--jobs",
-        type=int,
+        type=COUNT,
         metavar="N",
         help="Run this number at a time (default: one per core, or one where there is a GPU).",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="Keep the arms' runs in this folder.")
+    parser.add_argument("--out", type=output, metavar="DIR", help="Keep the arms' runs in this folder.")
     parser.add_argument("--dry-run", action="store_true", help="Print arms, steps and cost, and start nothing.")
     add_gpu(parser, "With --dry-run, estimate hours of this GPU.")
     parser.add_argument(
-        "--nodes", type=int, help="With --gpu, assume this number of nodes (default: as the recipe's name says)."
+        "--nodes", type=COUNT, help="With --gpu, assume this number of nodes (default: as the recipe's name says)."
     )
     parser.add_argument(
-        "--gpus-per-node", type=int, help="With --gpu, assume this number of GPUs in a node (default: 8)."
+        "--gpus-per-node", type=COUNT, help="With --gpu, assume this number of GPUs in a node (default: 8)."
     )
     parser.add_argument(
         "--print-jobs", action="store_true", help="Print the command that submits each missing arm, and start nothing."
@@ -320,13 +321,13 @@ def add_score_alarms(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--drop",
-        type=float,
+        type=SHARE,
         default=CollapseRule.drop,
         help="Call it a collapse from this share below the highest value on (default: %(default)s).",
     )
     parser.add_argument(
         "--horizon",
-        type=int,
+        type=COUNT,
         default=200,
         help="Call a warning right if it comes at most this number of steps before a collapse.",
     )

@@ -23,7 +23,6 @@ class Setting:
 
     ``ranks``: processes of a check between ranks, the node's GPUs or `CPU_RANKS`. ``shared``: a folder that all nodes
     should see. ``recipe``: what is to be run here; None: nothing in particular. ``scratch``: this check's own folder.
-    ``certificates``: the folder for those of parity; empty: none are written.
     """
 
     device: str  # "cpu" or "cuda"
@@ -32,7 +31,6 @@ class Setting:
     recipe: str | None = None
     overrides: list[str] = field(default_factory=list)
     scratch: str = ""
-    certificates: str = ""
     in_job: bool = False  # the ranks are those of a job over several nodes, one process of each at hand
 
     def write(self, path: Path) -> None:

@@ -98,24 +98,19 @@ def parity(setting: Setting) -> Outcome:
     from megatron_rl.instruments.parity.witnesses import of_recipe
 
     recipe = tiny(setting, *overrides({}, "bf16"), *SMALL, "rollout.dtype=bf16")
-    outcome = judge_parity(compared(of_recipe(recipe), setting, "tiny"))
+    outcome = judge_parity(compared(of_recipe(recipe)))
     if outcome.status == "fail" or (recipe := planned(setting)) is None:
         return outcome
     return judge_first_layers(outcome, *first_layers(recipe, setting))
 
 
-def compared(setup: Setup, setting: Setting, name: str) -> Comparison:
-    """Compare the witnesses of ``setup``. The certificate goes to the folder ``name`` of `Setting.certificates`."""
-    from megatron_rl.instruments.parity import report
+def compared(setup: Setup) -> Comparison:
+    """Compare the witnesses of ``setup``."""
     from megatron_rl.instruments.parity.compare import compare
     from megatron_rl.instruments.parity.definition import Checkpoint
     from megatron_rl.instruments.parity.witnesses import collect
 
-    records = collect(setup)
-    comparison = compare(Checkpoint(setup.model), records)
-    if setting.certificates:
-        report.write(Path(setting.certificates) / name, setup, records, comparison)
-    return comparison
+    return compare(Checkpoint(setup.model), collect(setup))
 
 
 def first_layers(recipe: Recipe, setting: Setting) -> tuple[Comparison | None, str]:
@@ -143,7 +138,7 @@ def first_layers(recipe: Recipe, setting: Setting) -> tuple[Comparison | None, s
             "they were not looked at"
         )
     setup = witnesses.of_first_layers(setup, number, Path(setting.scratch))
-    return compared(setup, setting, "first-layers"), f"the first {number} layers of {recipe.model.path}"
+    return compared(setup), f"the first {number} layers of {recipe.model.path}"
 
 
 def judge_first_layers(tiny_model: Outcome, comparison: Comparison | None, which: str) -> Outcome:

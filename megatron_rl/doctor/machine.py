@@ -5,6 +5,7 @@ And its place in a job: how ranks meet, the GPU of each rank, one folder of runs
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
@@ -171,9 +172,9 @@ def shared_folder(setting: Setting) -> Outcome:
     """A file is written, renamed, read back and removed; its time is that of this node's clock."""
     folder = Path(setting.shared)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        skew = _write_and_read(folder)
-        free = shutil.disk_usage(folder).free / GIB
+        with made(folder):
+            skew = _write_and_read(folder)
+            free = shutil.disk_usage(folder).free / GIB
     except (OSError, ValueError) as error:
         return failed(
             f"{folder}: {error}", "Name another folder with --shared, or mount this one writable on all nodes."
@@ -187,6 +188,19 @@ def shared_folder(setting: Setting) -> Outcome:
         fix = "Start chrony or ntpd on this node and on the file server."
         return failed(f"{folder}: the file server's clock is {skew:+.1f} s from this node's", fix, **figures)
     return passed(f"{folder} can be written; {free:.0f} GiB free, clocks {abs(skew):.2f} s apart", **figures)
+
+
+@contextlib.contextmanager
+def made(folder: Path) -> Iterator[None]:
+    """Make ``folder``, and remove it on leaving if it was not there, with its parents that were not."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):  # another process has put something there
+                path.rmdir()
 
 
 def _write_and_read(folder: Path) -> float:
@@ -353,8 +367,15 @@ def nodes_together(setting: Setting) -> Outcome:
     if int(os.environ["LOCAL_RANK"]):
         return not_run("the first rank of each node takes part")
     store, node, nodes = open_store(rank), rank // per_node, size // per_node
-    if node == 0:
-        store.set("token", uuid.uuid4().hex)
+    with contextlib.ExitStack() as stack:
+        if node == 0:
+            with contextlib.suppress(OSError):  # `_write_and_look` says so
+                stack.enter_context(made(Path(setting.shared)))
+            store.set("token", uuid.uuid4().hex)
+        return _see_each_other(setting, store, node, nodes)
+
+
+def _see_each_other(setting: Setting, store: Any, node: int, nodes: int) -> Outcome:
     folder = Path(setting.shared) / f".doctor-{store.get('token').decode()}"
     unseen = _write_and_look(store, folder, node, nodes)
     store.set(f"unseen/{node}", ",".join(map(str, unseen)))

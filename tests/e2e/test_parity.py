@@ -183,18 +183,10 @@ def test_the_newest_checkpoint_of_a_run_is_compared(tmp_path):
 
 @pytest.mark.slow
 def test_doctor_looks_at_the_first_layers_of_a_recipes_model(tmp_path):
-    setting = Setting("cpu", 1, str(tmp_path), GRPO, ["rollout.dtype=fp16"], str(tmp_path), str(tmp_path / "made"))
+    setting = Setting("cpu", 1, str(tmp_path), GRPO, ["rollout.dtype=fp16"], str(tmp_path))
     outcome = engine.parity(setting)
     assert outcome.status == "pass", outcome
     assert "tiny model: 456 operators of 6 witnesses are within their bounds; the first 2 layers of" in outcome.reason
-    for name, layers, dtype in (("tiny", 4, "bf16"), ("first-layers", 2, "fp16")):
-        certificate = json.loads((tmp_path / "made" / name / "parity.json").read_text())
-        assert (certificate["verdict"], certificate["model"]["layers"], certificate["dtypes"]["rollout"]) == (
-            "pass",
-            layers,
-            dtype,
-        )
-        assert (tmp_path / "made" / name / "parity.html").is_file()
 
 
 @pytest.mark.parametrize(

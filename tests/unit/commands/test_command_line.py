@@ -122,7 +122,7 @@ def test_the_list_of_commands_imports_none_of_them():
     )
     done = python("-c", program)
     imported, _, told = done.stdout.partition("\n")
-    ours = ["", ".__main__", ".commands", ".errors", ".process", ".process.fp32_products"]
+    ours = ["", ".__main__", ".commands", ".commands.arguments", ".errors", ".process", ".process.fp32_products"]
     assert imported == f"{['megatron_rl' + name for name in ours]} []"
     listed = re.findall(r"^    ([a-z][\w-]*)", told, re.MULTILINE)
     assert listed == [*(name for name in COMMANDS if " " not in name), *GROUPS]

@@ -49,12 +49,6 @@ def test_the_exit_status_says_whether_one_failed(outcomes, capsys, tmp_path):
     assert "fix: do" in capsys.readouterr().out
 
 
-def test_certificates_lie_beside_the_report(tmp_path):
-    assert doctor.certificates(None, None) == doctor.certificates("-", None) == ""
-    assert doctor.certificates(str(tmp_path / "node.json"), None) == str(tmp_path / "node-parity")
-    assert doctor.certificates("-", tmp_path / "a.html") == str(tmp_path / "a-parity")
-
-
 def test_a_doctor_that_is_ended_leaves_what_it_found_and_what_ran(outcomes, monkeypatch, capsys, tmp_path):
     """The file is written before each check, and a merge names the one that ran."""
     file, read = tmp_path / "r.json", []

@@ -75,6 +75,9 @@ def test_shared_folder(monkeypatch, tmp_path):
     setting = Setting("cpu", 2, str(folder))
     disk(monkeypatch, 50)
     assert machine.shared_folder(setting).status == "pass"
+    assert not folder.exists()  # the doctor leaves no folder that it made
+    folder.mkdir()
+    assert machine.shared_folder(setting).status == "pass"
     assert list(folder.iterdir()) == []
     disk(monkeypatch, 1)
     assert "1.0 GiB free" in machine.shared_folder(setting).reason

@@ -31,8 +31,9 @@ def on_nodes(monkeypatch, folder_of, ahead: float = 0.0) -> Outcome:
 
 
 def test_nodes(monkeypatch, tmp_path):
-    outcome = on_nodes(monkeypatch, lambda node: tmp_path)
+    outcome = on_nodes(monkeypatch, lambda node: tmp_path / "runs")
     assert (outcome.status, "seen by 2 of 2 nodes" in outcome.reason) == ("pass", True), outcome
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nodes_without_one_folder(monkeypatch, tmp_path):
