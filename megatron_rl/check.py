@@ -15,7 +15,7 @@ from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights, resolve_st
 from megatron_rl.config import ObjectiveConfig, Recipe
 from megatron_rl.config.base import how_to_download
 from megatron_rl.config.learner import RoutingConfig
-from megatron_rl.config.model_rules import contract, cpu_problems, model_problems, smallest_world
+from megatron_rl.config.model_rules import contract, cpu_problems, cuda_problems, model_problems, smallest_world
 from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.config.objective import label_of, parts_without_effect, user_functions
 from megatron_rl.config.recipe import has_mismatch
@@ -55,7 +55,9 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
     """
     architecture, assumed = shape_of(recipe.model.path) if offline else (_architecture(recipe.model.path), False)
     absent = [f"model {recipe.model.path} (its shape is known)"] if assumed else []
-    device = None if recipe.runtime.device == "auto" else recipe.runtime.device
+    device = recipe.runtime.device
+    if device == "auto":  # a machine without a GPU may be where the job is submitted
+        device = "cuda" if default_device() == "cuda" else None
     problems = (
         model_problems(recipe, architecture, world_size, device)
         + _compiler_problems(recipe.rollout, device)
@@ -97,8 +99,9 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
     report = _report(recipe, architecture, world_size)
     if folder_notes:
         report.append(("folder", "; ".join(folder_notes)))
-    if device is None and default_device() == "cpu" and (lacks := cpu_problems(recipe.rollout, architecture)):
-        report.append(("on a CPU", f"this recipe cannot run: {'; '.join(lacks)}"))
+    for where, problems_of in (("on a CPU", cpu_problems), ("on CUDA", cuda_problems)) if device is None else ():
+        if lacks := problems_of(recipe.rollout, architecture):
+            report.append((where, f"this recipe cannot run: {'; '.join(lacks)}"))
     if absent:
         report.append(("not here", ", ".join(absent)))
     return CheckedRecipe(architecture, world_size, report)

@@ -168,10 +168,10 @@ def rollout_problems(
             )
     if device is None:
         return problems
-    return problems + (cpu_problems if device == "cpu" else _cuda_problems)(rollout, architecture)
+    return problems + (cpu_problems if device == "cpu" else cuda_problems)(rollout, architecture)
 
 
-def _cuda_problems(rollout: RolloutConfig, architecture: Architecture) -> list[str]:
+def cuda_problems(rollout: RolloutConfig, architecture: Architecture) -> list[str]:
     """Rounding that vLLM on CUDA cannot do again at every weight update."""
     wanted, problems = rollout.quantization, []
     if wanted.weights in ("int8", "int4"):

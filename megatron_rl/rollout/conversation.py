@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import operator
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -51,6 +52,13 @@ def load_talk(name: str, tokenizer: Any) -> Talk:
         ) from error
     if not inspect.iscoroutinefunction(function):
         raise InputError(f"rollout.function {name}: it is no `async def`; write `async def f(client, problem)`")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise InputError(
+            f"rollout.function {name}: it cannot be called as f(client, problem): {error}; write "
+            "`async def f(client, problem)`"
+        ) from error
     encode = partial(tokenizer.encode, add_special_tokens=False)
     return Talk(name, function, encode, partial(tokenizer.decode, skip_special_tokens=True))
 
@@ -150,13 +158,11 @@ class Conversation:
 
         Returns False, and appends nothing, where no token could follow them; the conversation is then truncated.
         """
-        wrong = [token for token in tokens if not 0 <= token < self._client.vocab_size]
-        if wrong:
-            raise RolloutError(f"tell: {wrong[:3]} are not tokens of the model (0 … {self._client.vocab_size - 1})")
+        tokens = self._client.token_ids(tokens, "tell")
         if len(tokens) >= self.room:
             self.truncated = True
             return False
-        self._tokens += [int(token) for token in tokens]
+        self._tokens += tokens
         self._sampled += [False] * len(tokens)
         self._logprobs += [0.0] * len(tokens)
         return True
@@ -252,6 +258,20 @@ class Client:
         """Return a new conversation that begins with the problem's prompt."""
         return Conversation(self, self._request.prompt.tokens, self._sampling.max_response_length)
 
+    def token_ids(self, given: Sequence[int], what: str) -> list[int]:
+        """Return ``given`` as a list. Raises `RolloutError` for what is no sequence of the model's tokens."""
+        if isinstance(given, str | bytes):
+            raise RolloutError(
+                f"{what}: {shown(given, 60)} is text, and tokens are wanted; write client.encode(text) in its place"
+            )
+        try:
+            tokens = [operator.index(token) for token in given]
+        except TypeError as error:
+            raise RolloutError(f"{what}: {shown(given, 60)} is no sequence of token ids: {error}") from error
+        if wrong := [token for token in tokens if not 0 <= token < self.vocab_size]:
+            raise RolloutError(f"{what}: {wrong[:3]} are not tokens of the model (0 … {self.vocab_size - 1})")
+        return tokens
+
     async def generate(
         self, tokens: Sequence[int], max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
     ) -> Turn:
@@ -266,7 +286,7 @@ class Client:
         self, tokens: Sequence[int], max_tokens: int | None, stop_token_ids: Sequence[int], first_row: int = 0
     ) -> Turn:
         """As `generate`. ``first_row``: routes of tokens before it are known."""
-        tokens = [int(token) for token in tokens]
+        tokens, stops = self.token_ids(tokens, "generate"), self.token_ids(stop_token_ids, "generate: stop_token_ids")
         room = len(self._request.prompt.tokens) + self._sampling.max_response_length - len(tokens)
         if not tokens or room < 1:
             raise RolloutError(
@@ -277,7 +297,7 @@ class Client:
             raise RolloutError(f"generate: max_tokens is {max_tokens}; use 1 or more")
         seed = turn_seed(self._request.seed, self._num_requests)
         self._num_requests += 1
-        fields = sampling_fields(self._sampling, seed, sorted({*self._stops, *stop_token_ids}))
+        fields = sampling_fields(self._sampling, seed, sorted({*self._stops, *stops}))
         fields["max_tokens"] = room if max_tokens is None else min(max_tokens, room)
         return await self._requests.answer(tokens, fields, first_row)
 

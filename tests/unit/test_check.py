@@ -69,3 +69,27 @@ def test_dense_models_are_refused_before_anything_starts(tmp_path):
     dense = save_random_model(tmp_path, family="qwen3")
     with pytest.raises(InputError, match=r"routing.replay: r3, but the model \(qwen3\) has no experts"):
         check_recipe(tiny_recipe(model={"path": str(dense)}, routing={"replay": "r3"}))
+
+
+FP8 = ["rollout.quantization={weights: fp8, block: [128, 128]}", "rollout.tensor_parallel=4"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        (FP8, "does not divide"),
+        (["rollout.quantization={weights: int4}"], "int4 on CUDA"),
+        (["rollout.quantization={weights: fp8}", "rollout.dtype=fp32", "learner.dtype=fp32"], "rollout.dtype: fp32"),
+    ],
+)
+def test_rules_of_cuda_are_told_where_there_is_no_gpu(changes, rule, monkeypatch):
+    """A login node has none; the job would end after its engines have started."""
+    path = "recipes/router_replay/grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml"
+    recipe = load_recipe(REPOSITORY / path, changes)
+    monkeypatch.setattr("megatron_rl.check.default_device", lambda: "cpu")
+    told = dict(check_recipe(recipe, offline=True).report)["on CUDA"]
+    assert told.startswith("this recipe cannot run: ")
+    assert rule in told
+    monkeypatch.setattr("megatron_rl.check.default_device", lambda: "cuda")
+    with pytest.raises(InputError, match=rule):
+        check_recipe(recipe, offline=True)
