@@ -470,14 +470,14 @@ class Monitor:
         """Close the sinks at the end of the run and draw the curves if the recipe asks for it."""
         for name, sink in self._sinks.items():
             self._guard(name, sink.close)
-        wandb = self.config.sinks.wandb
-        if "wandb" in self._sinks and wandb is not None and wandb.mode == "offline":
+        if "wandb" in self._sinks and any(self.run_dir.root.glob("wandb/offline-run-*")):
             self.log(f"offline: `wandb sync {self.run_dir.root}/wandb/offline-run-*` sends the curves")
         if self.is_main_rank and self.config.plots and self.run_dir.metrics.is_file():
             from megatron_rl.monitor.plots import plot_run  # matplotlib is slow to import
 
             self._guard("plots", plot_run, self.run_dir)
-            self.log(f"curves: {self.run_dir.plots / 'curves.png'}")
+            if (curves := self.run_dir.plots / "curves.png").is_file():
+                self.log(f"curves: {curves}")
         if self.gone_off:
             self.log(self._gone_off_text(), style="bold red")
 

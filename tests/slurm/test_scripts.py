@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,65 @@ def test_a_doctor_that_hangs_is_ended_and_the_page_is_made(hangs, tmp_path):
     assert f"ranks ended: failed (exit statuses: {status} of 2)" in done.stdout, done.stdout
     (page,) = [line for line in done.stdout.splitlines() if line.startswith("asked: ") and "--merge" in line]
     assert "--expect first,second,between nodes" in page
+
+
+@pytest.fixture
+def submit(tmp_path):
+    """`submit.sh` with a stand-in for sbatch: gives the exit status, what was said and what sbatch was given."""
+    check = 'case "$*" in "-m megatron_rl check "*) set -- "$@" --no-transformers ;; esac'
+    programs = {"sbatch": f'printf "%s\\n" "$*" >>{tmp_path}/given; echo "Submitted batch job 7"', "scontrol": ":"}
+    programs["python"] = f'{check}\nexec {sys.executable} "$@"'
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def call(*words, **more):
+        path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+        environment = os.environ | {
+            "PATH": path,
+            "MRL_PYTHON": str(tmp_path / "python"),
+            "OMP_NUM_THREADS": "1",
+            **more,
+        }
+        command = [str(FOLDER / "submit.sh"), *words]
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+        given = tmp_path / "given"
+        return done.returncode, done.stdout + done.stderr, given.read_text() if given.exists() else ""
+
+    return call
+
+
+TRAIN, TINY = str(FOLDER / "train.sbatch"), "recipes/tiny/grpo.yaml"
+TENSOR = ["--set", "learner.parallel.tensor=2", "--set", "learner.parallel.expert=1"]
+FP8 = "rollout.quantization={weights: fp8, block: [16, 16]}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nodes=1", TRAIN, TINY, "--smokee"], "unknown argument --smokee"),
+        (["--nodes=1", TRAIN, TINY, "smoke"], "unknown argument smoke"),
+        (["--nodes=1", TRAIN, TINY, "--checkpoint", "."], "unknown argument --checkpoint"),
+        (["--nodes=1", TRAIN, TINY, "--set"], "--set: a value comes after it"),
+        (["--nodes=1", TRAIN, TINY, "--begin-from", "none"], "--begin-from none: no such folder"),
+        ([str(FOLDER / "eval.sbatch"), TINY], "--checkpoint (not given): no such folder"),
+        ([str(FOLDER / "none.sbatch"), TINY], "none.sbatch: no such file"),
+        (["--nodes=1", "--gpus-per-node=3", TRAIN, TINY, *TENSOR], "does not divide the number of ranks (3)"),
+        (["-N", "1", "--gpus-per-node", "h100:3", TRAIN, TINY, *TENSOR], "does not divide the number of ranks (3)"),
+        (["-N3", "--gres=gpu:h100:1", TRAIN, TINY, *TENSOR], "does not divide the number of ranks (3)"),
+        (["--nodes=1", str(FOLDER / "train_servers.sbatch"), TINY], "none is left to learn"),
+        (["--nodes=1", "--gpus-per-node=1", TRAIN, TINY, "--set", FP8], "on CUDA  this recipe cannot run"),
+    ],
+)
+def test_what_a_job_would_refuse_is_refused_before_the_queue(submit, words, said):
+    more = {"MRL_RANKS_PER_NODE": "1"} if "train_servers" in str(words) else {}
+    status, text, given = submit(*words, **more)
+    assert (status, said in text, given) == (2, True, ""), text
+
+
+def test_a_good_recipe_is_submitted_as_it_was_typed(submit):
+    status, text, given = submit("--nodes=1", "--gpus-per-node=4", TRAIN, TINY, *TENSOR, "--smoke")
+    assert status == 0, text
+    assert given.split("--dependency=singleton ")[1] == (
+        f"--nodes=1 --gpus-per-node=4 {TRAIN} {TINY} {' '.join(TENSOR)} --smoke\n"
+    )

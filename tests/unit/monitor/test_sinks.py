@@ -249,14 +249,17 @@ def test_a_failing_service_becomes_one_warning(tmp_path):
     assert str(warning.message).startswith("monitor: wandb failed (ConnectionError: no route to host)")
 
 
-@pytest.mark.parametrize(("mode", "times"), [("offline", 1), ("online", 0)])
-def test_how_to_send_what_was_kept_offline_is_said_at_the_end(mode, times, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("folder", "times"), [("wandb/offline-run-1", 1), ("wandb/run-1", 0), ("", 0)])
+def test_how_to_send_what_was_kept_offline_is_said_at_the_end(folder, times, tmp_path, monkeypatch):
+    """A client that failed at its start has left no folder to send."""
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+
     class Sink:
         def write(self, step, metrics) -> None: ...
         def close(self) -> None: ...
 
     monkeypatch.setattr("megatron_rl.monitor.monitor.service_sinks", lambda *_: {"wandb": Sink()})
-    sinks = SinksConfig(wandb={"mode": mode})
+    sinks = SinksConfig(wandb={"mode": "offline"})
     config = MonitorConfig(terminal="off", plots=False, tensorboard=False, sinks=sinks)
     Monitor(tmp_path, config, {}, True).close()
     log = tmp_path / "log.txt"
