@@ -22,7 +22,7 @@ from megatron_rl.config.recipe import has_mismatch
 from megatron_rl.config.rollout import ROUTES_BY_BLOCKS, RolloutConfig, no_prefix_cache
 from megatron_rl.config.sections import CheckpointConfig, RecorderConfig, ValidationConfig
 from megatron_rl.data import check_source
-from megatron_rl.errors import InputError
+from megatron_rl.errors import InputError, shown
 from megatron_rl.model.architecture import (
     KNOWN_MODELS,
     Architecture,
@@ -85,13 +85,16 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
             check_user_functions(recipe.objective)
         except InputError as error:
             problems.append(str(error))
+    not_read: list[str] = []
     for kind in ("train", "validation"):
         for source in getattr(recipe.data, kind):
             if offline and not Path(source.path).exists():
                 absent.append(f"data.{kind} {source.path}")
                 continue
             try:
-                check_source(source)
+                if unused := check_source(source).unused:
+                    names = ", ".join(shown(name, 60)[1:-1] for name in unused)
+                    not_read.append(f"data.{kind} {source.path}: {names}")
             except InputError as error:
                 problems.append(f"data.{kind}: {error}")
     if problems:
@@ -102,6 +105,8 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
     for where, problems_of in (("on a CPU", cpu_problems), ("on CUDA", cuda_problems)) if device is None else ():
         if lacks := problems_of(recipe.rollout, architecture):
             report.append((where, f"this recipe cannot run: {'; '.join(lacks)}"))
+    if not_read:
+        report.append(("not read", "; ".join(not_read)))
     if absent:
         report.append(("not here", ", ".join(absent)))
     return CheckedRecipe(architecture, world_size, report)

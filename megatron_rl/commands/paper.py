@@ -359,6 +359,7 @@ def output_row(problem: Problem, accuracy: float) -> dict[str, Any]:
     row: dict[str, Any] = {"id": problem.id.partition(":")[2]}
     row["problem" if isinstance(problem.question, str) else "prompt"] = problem.question
     row |= {"answer": problem.answer, "data_source": problem.data_source, "accuracy": accuracy}
+    row |= {"tools": problem.tools} if problem.tools else {}
     return row | ({"extra_info": problem.extra} if problem.extra else {})
 
 

@@ -69,6 +69,7 @@ class Unique:
     data_source: str
     extra: dict[str, Any]
     where: str
+    tools: list[Any] | None
     answers: Counter[str] = field(default_factory=Counter)  # as spelled
     keys: Counter[str] = field(default_factory=Counter)  # the same, in one spelling of each answer
     key_of: dict[str, str] = field(default_factory=dict)  # that spelling, by the answer's own
@@ -106,7 +107,7 @@ def collect(
         if name not in uniques:
             alone = isinstance(problem.question, str) or len(problem.question) == 1
             question = text if alone and not keep_instructions else problem.question
-            uniques[name] = Unique(question, text, problem.data_source, problem.extra, problem.where)
+            uniques[name] = Unique(question, text, problem.data_source, problem.extra, problem.where, problem.tools)
         unique, answer = uniques[name], problem.answer
         if answer not in unique.key_of:
             unique.key_of[answer] = answer_key(answer)
@@ -151,6 +152,7 @@ def output_row(unique: Unique) -> dict[str, Any]:
     row: dict[str, Any] = {"id": unique.id}
     row["problem" if isinstance(unique.question, str) else "prompt"] = unique.question
     row |= {"answer": unique.answer(), "data_source": unique.data_source}
+    row |= {"tools": json.dumps(unique.tools)} if unique.tools else {}  # as text: parquet would mix their keys
     return row | {"extra_info": {**unique.extra, "copies": unique.copies}}
 
 

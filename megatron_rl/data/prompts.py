@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import hashlib
 import itertools
+import json
 import logging
 import math
 import re
@@ -54,6 +56,13 @@ def chat_template(tokenizer: Any, config: PromptConfig) -> str | None:
     template = _read_template(tokenizer, config)
     if config.chat_template_args:
         _check_arguments(config.chat_template_args, template)
+    behind, between = _probe(tokenizer, template, json.dumps(config.chat_template_args))
+    if between != behind and between.startswith(behind):
+        raise InputError(
+            f"data.prompt.chat_template: the template ignores add_generation_prompt: behind a question it writes "
+            f"{behind!r}, before an answer {between!r}, so the policy would have to open its turn. Add the rest "
+            "under {% if add_generation_prompt %}"
+        )
     return template
 
 
@@ -67,7 +76,12 @@ def format_problem(
         messages = list(problem.question)
         _check_messages(messages, problem.where)
         messages[-1] = {"role": "user", "content": config.template.replace("{problem}", messages[-1]["content"])}
+    _refuse_control(messages, tokenizer, config, template, problem.where)
     if template is None:
+        if problem.tools:
+            raise InputError(
+                f"{problem.where}: column 'tools' is for a chat template, and there is none (data.prompt.chat_template)"
+            )
         if len(messages) > 1:
             raise InputError(
                 f"{problem.where}: a chat of {len(messages)} messages needs a chat template, but there is none "
@@ -76,7 +90,56 @@ def format_problem(
         return messages[0]["content"]
     if config.system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system})
-    return _apply(tokenizer, messages, config, template, problem.where)
+    return _apply(tokenizer, messages, config, template, problem)
+
+
+def _refuse_control(
+    messages: list[Message], tokenizer: Any, config: PromptConfig, template: str | None, where: str
+) -> None:
+    """Raise InputError for a text that already is a prompt, or would become control tokens, unless `none` is set."""
+    if config.chat_template == "none":
+        return
+    control, turn = _control(tokenizer), _probe(tokenizer, template, json.dumps(config.chat_template_args))[0]
+    for message in messages:
+        found = control and control.search(message["content"])
+        marker = found.group() if found else turn if turn and message["content"].rstrip().endswith(turn) else None
+        if marker is not None:
+            raise InputError(
+                f"{where}: the text of role {message['role']} holds {marker!r}, which the tokenizer or the chat "
+                "template writes itself: the prompt would have it twice, or end there. Remove it from the file, or, if "
+                "the file holds whole prompts, set data.prompt.chat_template: none and "
+                "data.prompt.add_special_tokens: false"
+            )
+
+
+@functools.lru_cache(maxsize=8)
+def _control(tokenizer: Any) -> re.Pattern[str] | None:
+    """Return what matches the special tokens of ``tokenizer``; None if it has none."""
+    tokens = {*tokenizer.all_special_tokens}
+    tokens |= {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
+
+
+@functools.lru_cache(maxsize=8)
+def _probe(tokenizer: Any, template: str | None, arguments: str) -> tuple[str, str]:
+    """Return what ``template`` writes behind a question of a prompt, and between question and answer of a chat.
+
+    ``arguments``: `chat_template_args` as JSON. The two are the same where the template opens the answer's turn, and
+    empty where it wants other messages.
+    """
+    question, answer = "a question of the probe", "an answer of the probe"
+    user, assistant = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
+    settings = {"chat_template": template, "tokenize": False, **json.loads(arguments)}
+    if template is None:
+        return "", ""
+    try:
+        prompt = tokenizer.apply_chat_template([user], add_generation_prompt=True, **settings)
+        closed = tokenizer.apply_chat_template([user], add_generation_prompt=False, **settings)
+        chat = tokenizer.apply_chat_template([user, assistant], add_generation_prompt=False, **settings)
+    except Exception:  # noqa: BLE001 - whatever a template raises; `_apply` reports it for the messages of the file
+        return "", ""
+    behind = prompt.rpartition(question)[2].strip()
+    return behind, chat.rpartition(question)[2].partition(answer)[0].strip() if closed == prompt else behind
 
 
 def _read_template(tokenizer: Any, config: PromptConfig) -> str | None:
@@ -95,6 +158,11 @@ def _read_template(tokenizer: Any, config: PromptConfig) -> str | None:
             raise InputError(f"data.prompt.chat_template: {path} cannot be read as UTF-8 text: {error}") from error
     if tokenizer.chat_template is None and config.system is not None:
         raise InputError("data.prompt.system: the tokenizer has no chat template; set data.prompt.chat_template")
+    if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+        raise InputError(
+            f"data.prompt.chat_template: the tokenizer has the templates {', '.join(tokenizer.chat_template)} and none "
+            "that is named default; write the one to use to a file, and give its path"
+        )
     return tokenizer.get_chat_template() if tokenizer.chat_template is not None else None
 
 
@@ -124,6 +192,7 @@ def _check_arguments(arguments: dict[str, Any], template: str | None) -> None:
             )
 
 
+@functools.lru_cache(maxsize=8)
 def _names_and_texts(template: str) -> tuple[set[str], set[str]]:
     """Return the variables that ``template`` reads and its quoted texts. Raises InputError if it is not Jinja."""
     from jinja2 import TemplateError, nodes
@@ -153,10 +222,17 @@ def _check_messages(messages: list[Message], where: str) -> None:
         )
 
 
-def _apply(tokenizer: Any, messages: list[Message], config: PromptConfig, template: str, where: str) -> str:
+def _apply(tokenizer: Any, messages: list[Message], config: PromptConfig, template: str, problem: Problem) -> str:
+    where, tools = problem.where, problem.tools or []
+    if tools and "tools" not in _names_and_texts(template)[0]:
+        raise InputError(
+            f"{where}: column 'tools' has {len(tools)} tools, and the chat template reads none; set "
+            "data.prompt.chat_template to one that does, or remove the column"
+        )
+    settings = config.chat_template_args | ({"tools": tools} if tools else {})
     try:
         text = tokenizer.apply_chat_template(
-            messages, chat_template=template, tokenize=False, add_generation_prompt=True, **config.chat_template_args
+            messages, chat_template=template, tokenize=False, add_generation_prompt=True, **settings
         )
     except Exception as error:
         raise InputError(
@@ -169,6 +245,10 @@ def _apply(tokenizer: Any, messages: list[Message], config: PromptConfig, templa
                 f"({message['content'][:40]!r} …), so the prompt would differ from the file. Set "
                 "data.prompt.chat_template to a template that writes it as it is"
             )
+    for tool in tools if text else ():
+        function = tool.get("function", tool)
+        if isinstance(function, dict) and str(function.get("name", "")) not in text:
+            raise InputError(f"{where}: the chat template leaves out the tool {function['name']!r} of column 'tools'")
     return text
 
 
@@ -381,6 +461,8 @@ def _tokenized(
         if batch:
             yield batch
 
+    first = tokenizer("")["input_ids"][:1] if template is None and config.add_special_tokens else []
+
     def encode(batch: list[tuple[Problem, str]]) -> list[list[int] | None]:
         short = [text for _, text in batch if len(text) <= longest]
         special = template is None and config.add_special_tokens
@@ -396,5 +478,10 @@ def _tokenized(
                 for (problem, text), tokens in zip(before[0], before[1].result()):
                     if tokens is not None and not tokens:
                         raise InputError(f"{problem.where}: the prompt is empty after tokenization")
+                    if tokens is not None and first and tokens[:2] == 2 * first:
+                        raise InputError(
+                            f"{problem.where}: the text begins with {tokenizer.decode(first)!r}, which the tokenizer "
+                            "adds itself; set data.prompt.add_special_tokens: false"
+                        )
                     yield problem, text, tokens
             before = begun

@@ -1,98 +1,40 @@
-"""Reads files of problems row by row: JSONL or parquet, with {problem, answer} or verl's columns.
-
-Memory is bounded, although a small file may unpack to gigabytes. A row may take up to `MAX_ROW_BYTES`. For parquet
-files, only the used columns are read, and the size of their text is computed before it is unpacked.
-"""
+"""Makes problems of a file's rows: {problem, answer} or verl's columns, text or chat messages, tools."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
-
-import numpy as np
+from typing import Any
 
 from megatron_rl.config.base import how_to_download
 from megatron_rl.config.data import DataSourceConfig
+from megatron_rl.data.files import (
+    EXTENSIONS,
+    column_names,
+    has_values,
+    how_to_convert,
+    jsonl_rows,
+    parquet_rows,
+)
 from megatron_rl.errors import InputError, shown
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-
-MAX_ROW_BYTES = 64 << 20
-_MAX_CHUNK_BYTES, _MAX_RATIO = (
-    1 << 30,
-    200,
-)  # limits of a column in a row group: unpacked bytes, and unpacked over packed (about 10 for text)
-_BATCH_ROWS = 1024  # rows of a parquet file that are in memory at a time
 _MAX_DEPTH = 100  # deepest nesting of objects and lists
-
-Row = dict[str, Any]
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    OverflowError,
-    LookupError,
-    TypeError,
-    NotImplementedError,
-)  # Arrow's own exceptions are subclasses of these
 PROMPT_KEYS = ("prompt", "problem", "question")
 ANSWER_KEYS = ("reward_model.ground_truth", "answer", "ground_truth")
-_EXTENSIONS = (".jsonl", ".parquet")
+_OTHER_KEYS = ("id", "data_source", "extra_info", "tools", "system")  # read under these names alone
+_MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
 _EXACT_BELOW = 2**53  # larger whole numbers may differ from those in the file
 _CHECKED_ROWS = 100  # number of rows that `check_source` reads
 _SHOWN_NAMES = 50  # largest number of columns that a message lists
+_LIKE_MESSAGES = re.compile(r"""[\[{]\s*\{?\s*['"](?:role|content|messages)['"]\s*:""")
 Message = dict[str, str]
-
-
-def jsonl_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield (place, object) per line. Raises InputError for a line that is invalid, too long, or repeats a key."""
-    number = 0
-    with _opened(path) as lines:
-        while line := _next_line(lines, path, number):
-            number += 1
-            where = f"{path}, line {number}"
-            if len(line) > MAX_ROW_BYTES:
-                raise InputError(f"{where}: longer than {MAX_ROW_BYTES >> 20} MiB; is it one JSON object a line?")
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object)
-            except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or an integer of over 4300 digits
-                raise InputError(f"{where}: not a JSON object: {shown(error)}") from error
-            if not isinstance(row, dict):
-                raise InputError(f"{where}: expected a JSON object {{...}}, found {shown(row, 80)}")
-            yield where, row
-
-
-def _opened(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _next_line(lines: BinaryIO, path: Path, number: int) -> bytes:
-    try:
-        return lines.readline(MAX_ROW_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read after line {number}: {error.strerror}; copy it again") from error
-
-
-def _object(pairs: list[tuple[str, Any]]) -> Row:
-    row = dict(pairs)
-    if len(row) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {shown(twice, 80)} occurs twice; keep one")
-    return row
 
 
 def check_depth(value: Any, what: str, where: str) -> None:
@@ -110,162 +52,6 @@ def check_depth(value: Any, what: str, where: str) -> None:
     raise InputError(f"{where}: column {what!r} nests deeper than {_MAX_DEPTH} objects and lists; flatten it")
 
 
-def column_names(path: Path) -> list[str]:
-    """Return the columns of a parquet file; parts of objects as ``name.part``. Raises InputError for other files."""
-    import pyarrow as pa
-
-    names = []
-    for field in _open(path).schema_arrow:
-        inner = field.type if pa.types.is_struct(field.type) else ()
-        names += [f"{field.name}.{part.name}" for part in inner] or [field.name]
-    return names
-
-
-def parquet_rows(path: Path, wanted: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """Yield (place, row) with the columns in ``wanted`` that the file has.
-
-    Raises InputError for a file that cannot be read, a column that occurs twice or has values that Python cannot hold,
-    and for a row with more than `MAX_ROW_BYTES` of text.
-    """
-    file = _open(path)
-    names = file.schema_arrow.names
-    # Read only the wanted parts of an object.
-    paths = [file.schema.column(i).path for i in range(len(file.schema))]
-    leaves = [leaf for leaf in paths if any(_is_below(leaf, name) for name in wanted)]
-    columns = [name for name in dict.fromkeys(names) if any(_is_below(leaf, name) for leaf in leaves)]
-    if twice := [name for name in columns if names.count(name) > 1]:
-        raise InputError(f"{path}: two columns are named {shown(twice[0], 80)}; rename one")
-    if not columns:
-        yield from ((f"{path}, row {number}", {}) for number in range(file.metadata.num_rows))
-        return
-    number = 0
-    batches = _batches(file, path, leaves)
-    while True:
-        try:
-            batch = next(batches, None)
-        except _UNREADABLE as error:  # a damaged page
-            raise InputError(
-                f"{path}: cannot be read after row {number}: {shown(error)}; write or copy it again"
-            ) from error
-        if batch is None:
-            return
-        for rows in _slices(batch, path, number):
-            lists = {name: _values(rows.column(name), name, path, number) for name in columns}
-            for i in range(len(rows)):
-                yield f"{path}, row {number}", {name: lists[name][i] for name in columns}
-                number += 1
-
-
-def _open(path: Path) -> Any:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, *_UNREADABLE) as error:
-        raise InputError(f"{path}: not a parquet file: {shown(error)}") from error
-
-
-def _is_below(leaf: str, name: str) -> bool:
-    """Return whether ``leaf``, a path in the file's schema, is ``name`` or a part of it."""
-    return leaf == name or leaf.startswith(f"{name}.")
-
-
-def _batches(file: Any, path: Path, leaves: list[str]) -> Iterator[pa.RecordBatch]:
-    """Yield batches of the columns ``leaves`` (paths in the file's schema).
-
-    Text stays dictionary-encoded, so that repeated text is stored once.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    texts = set()
-    for group in range(file.metadata.num_row_groups):
-        about = file.metadata.row_group(group)
-        for i in range(about.num_columns):
-            chunk = about.column(i)
-            if chunk.path_in_schema not in leaves:
-                continue
-            if chunk.physical_type == "BYTE_ARRAY" and file.schema.column(i).logical_type.type in ("STRING", "NONE"):
-                texts.add(chunk.path_in_schema)
-            unpacked, packed = chunk.total_uncompressed_size, chunk.total_compressed_size
-            if unpacked > max(_MAX_CHUNK_BYTES, _MAX_RATIO * packed):
-                raise InputError(
-                    f"{path}: column {shown(chunk.path_in_schema, 80)} takes {packed} bytes in the file and "
-                    f"{unpacked >> 20} MiB unpacked, which is not plausible for text: write the file again"
-                )
-    for batch in pq.ParquetFile(path, read_dictionary=sorted(texts)).iter_batches(
-        batch_size=_BATCH_ROWS, columns=leaves
-    ):
-        assert isinstance(batch, pa.RecordBatch)
-        yield batch
-
-
-def _slices(batch: pa.RecordBatch, path: Path, first: int) -> Iterator[pa.RecordBatch]:
-    """Yield ``batch`` as a whole, or row by row if its text exceeds the limit of a row."""
-    if sum(map(_text_bytes, batch.columns)) <= MAX_ROW_BYTES:
-        yield batch
-        return
-    for i in range(len(batch)):
-        row = batch.slice(i, 1)
-        if (size := sum(map(_text_bytes, row.columns))) > MAX_ROW_BYTES:
-            raise InputError(f"{path}, row {first + i}: {size >> 20} MiB; at most {MAX_ROW_BYTES >> 20} are allowed")
-        yield row
-
-
-def _text_bytes(array: pa.Array) -> int:
-    """Return the bytes of ``array`` once each value is a Python object."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    kind = array.type
-    if pa.types.is_dictionary(kind):
-        lengths = pc.cast(pc.binary_length(array.dictionary), pa.int64())
-        return pc.sum(lengths.take(array.indices.drop_null())).as_py() or 0
-    if pa.types.is_struct(kind):
-        return sum(map(_text_bytes, array.flatten()))
-    if pa.types.is_map(kind):
-        return array.nbytes
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return _text_bytes(array.flatten())
-    return array.nbytes
-
-
-def _values(array: pa.Array, name: str, path: Path, first: int) -> list[Any]:
-    """Return Python objects. Numbers of 32 or 16 bits keep their shortest digits: 0.1, not 0.1000000015."""
-    import pyarrow as pa
-
-    try:
-        values = array.to_pylist()
-    except (pa.ArrowException, *_UNREADABLE) as error:
-        raise InputError(
-            f"{path}: column {shown(name, 80)}, {shown(str(array.type), 80)}: cannot be read in rows {first} … "
-            f"{first + len(array) - 1}: {shown(error)}; write the column as text or numbers"
-        ) from error
-    kind = array.type
-    if pa.types.is_struct(kind):
-        parts = {field.name: _narrow(field.type) for field in kind.fields}
-        narrow = {part: narrow_type for part, narrow_type in parts.items() if narrow_type is not None}
-        for row in filter(None, values if narrow else ()):
-            row |= {part: _as_written(row[part], narrow_type) for part, narrow_type in narrow.items()}
-    elif (narrow_type := _narrow(kind)) is not None:
-        return [_as_written(value, narrow_type) for value in values]
-    return values
-
-
-def _narrow(kind: pa.DataType) -> type[np.floating] | None:
-    """Return NumPy's type for numbers of 32 or 16 bits; None for all others."""
-    import pyarrow as pa
-
-    if pa.types.is_float16(kind):
-        return np.float16
-    return np.float32 if pa.types.is_float32(kind) else None
-
-
-def _as_written(value: float | None, narrow: type[np.floating]) -> float | None:
-    return None if value is None else float(str(narrow(value)))
-
-
 @dataclass(frozen=True)
 class Problem:
     """One row, not yet tokenized. ``where`` names the row in messages: file and line or row number."""
@@ -276,6 +62,7 @@ class Problem:
     data_source: str
     extra: dict[str, Any]
     where: str
+    tools: list[Any] | None = None  # for the chat template
 
 
 @dataclass(frozen=True)
@@ -285,13 +72,22 @@ class Columns:
     prompt: str
     answer: str
     id: str | None
+    unused: tuple[str, ...] = ()  # parts of objects as ``name.part``
 
 
 def check_source(config: DataSourceConfig) -> Columns:
-    """Raise InputError if the first rows of a file are unusable. Quick; needs no tokenizer."""
+    """Return the columns of a file. Quick. Raises InputError if the first rows are unusable."""
     for _ in islice(read_problems(config), _CHECKED_ROWS):
         pass  # raises for an unusable row
-    return find_columns(config, next(_rows(config))[1])
+    columns = find_columns(config, next(_rows(config))[1])
+    path = Path(config.path)
+    if path.suffix == ".parquet":
+        names = column_names(path)
+    else:
+        names = [name for _, row in islice(_rows(config), _CHECKED_ROWS) for name in _names(row)]
+    used = [*filter(None, (columns.prompt, columns.answer, columns.id)), *_OTHER_KEYS]
+    unused = [name for name in dict.fromkeys(names) if not any(f"{name}.".startswith(f"{key}.") for key in used)]
+    return replace(columns, unused=tuple(unused))
 
 
 def read_problems(config: DataSourceConfig) -> Iterator[Problem]:
@@ -307,6 +103,8 @@ def read_problems(config: DataSourceConfig) -> Iterator[Problem]:
         columns = columns or find_columns(config, row)
         if columns.id is None and row.get("id") is not None:
             raise InputError(f"{where}: column 'id' is null in the first row and not here; fill it in, or set id_key")
+        if media := [name for name in _MEDIA_KEYS if row.get(name)]:
+            raise InputError(_no_media(where, media[0]))
         key = str(number) if columns.id is None else _scalar(row, columns.id, where)
         if key in seen:
             raise InputError(f"{where}: id {key!r} occurs twice, first in {seen[key]}; set id_key to a unique column")
@@ -314,11 +112,12 @@ def read_problems(config: DataSourceConfig) -> Iterator[Problem]:
             seen[key] = where
         yield Problem(
             id=f"{name}:{key}",
-            question=_question(row, columns.prompt, where),
+            question=_with_system(_question(row, columns.prompt, where), row, where),
             answer=_scalar(row, columns.answer, where),
             data_source=_data_source(row, where) or name,
             extra=_extra(row, where),
             where=where,
+            tools=_tools(row, where),
         )
     if columns is None:
         raise InputError(f"{config.path}: the dataset is empty; at least one row is needed")
@@ -421,23 +220,102 @@ def _extra(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _question(row: dict[str, Any], key: str, where: str) -> str | list[Message]:
     value = _lookup(row, key)
+    if isinstance(value, str):
+        value = _from_json(value, key, where)
     if isinstance(value, str) and value.strip():
         return _encodable(value, key, where)
-    if isinstance(value, list) and value and all(_is_message(item) for item in value):
-        for number, item in enumerate(value):
-            if more := [name for name, content in item.items() if content and name not in ("role", "content")]:
-                raise InputError(
-                    f"{where}: message {number} of column {key!r} has {shown(more[0], 60)}, which is not read: only "
-                    "role and content are. Remove it, or write it into the content"
-                )
-        return [{part: _encodable(item[part], key, where) for part in ("role", "content")} for item in value]
+    if isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value):
+        return [_message(item, number, key, where) for number, item in enumerate(value)]
     raise InputError(
         f"{where}: column {key!r} must hold text or a list of {{role, content}} messages, found {shown(value, 80)}"
     )
 
 
-def _is_message(item: Any) -> bool:
-    return isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
+def _from_json(text: str, key: str, where: str) -> str | list[Any]:
+    """Return the messages that ``text`` holds as JSON, or ``text`` where it holds none."""
+    stripped = text.strip()
+    if stripped[:1] not in ("[", "{"):
+        return text
+    try:
+        value = json.loads(stripped)
+    except (ValueError, RecursionError) as error:
+        if _LIKE_MESSAGES.match(stripped):
+            raise InputError(
+                f"{where}: column {key!r} looks like chat messages as JSON text and is none: {shown(error)}; write "
+                "json.dumps(messages), or the list itself"
+            ) from error
+        return text
+    value = value.get("messages", [value]) if isinstance(value, dict) else value
+    is_chat = isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value)
+    return value if is_chat else text
+
+
+def _message(item: dict[str, Any], number: int, key: str, where: str) -> Message:
+    """Return role and content of a chat message. Raises InputError for anything else that it says."""
+    place = f"{where}: message {number} of column {key!r}"
+    if more := [name for name, content in item.items() if content and name not in ("role", "content")]:
+        raise InputError(
+            f"{place} has {shown(more[0], 60)}, which is not read: only role and content are. Remove it, or write it "
+            "into the content"
+        )
+    content = item.get("content")
+    if isinstance(content, list) and content:
+        content = "".join(_part(part, place) for part in content)
+    if not isinstance(content, str) or not isinstance(item["role"], str):
+        raise InputError(f"{place}: role and content must be text, found {shown(item, 80)}")
+    return {"role": _encodable(item["role"], key, where), "content": _encodable(content, key, where)}
+
+
+def _part(part: Any, place: str) -> str:
+    """Return the text of a part of a message, {type: text, text: …}."""
+    if isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text":
+        return part["text"]
+    kind = part.get("type") if isinstance(part, dict) else part
+    raise InputError(f"{place} has a part of type {shown(kind, 60)}, which is not read: the model sees text alone")
+
+
+def _with_system(question: str | list[Message], row: dict[str, Any], where: str) -> str | list[Message]:
+    """Return ``question`` with the row's system text in front."""
+    text = row.get("system")
+    if text is None or text == "":
+        return question
+    if not isinstance(text, str):
+        raise InputError(f"{where}: column 'system' must hold text, found {shown(text, 80)}")
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    if messages[0]["role"] == "system":
+        raise InputError(f"{where}: column 'system' has a text, and the chat begins with a system message; remove one")
+    return [{"role": "system", "content": _encodable(text, "system", where)}, *messages]
+
+
+def _tools(row: dict[str, Any], where: str) -> list[Any] | None:
+    """Return the row's tools, a list of objects or the JSON text of one; None if it has none."""
+    value = row.get("tools")
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where}: column 'tools' is text and not JSON: {shown(error)}") from error
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) and tool for tool in value):
+        raise InputError(f"{where}: column 'tools' must hold a list of objects, found {shown(value, 80)}")
+    check_depth(value, "tools", where)
+    _encodable(json.dumps(value, ensure_ascii=False, default=str), "tools", where)
+    return _without_nulls(value) if ", row " in where else value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return ``value`` without null entries of objects: parquet fills in the keys of other rows."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def _no_media(where: str, name: str) -> str:
+    return (
+        f"{where}: column {name!r} is not read: the model sees text alone. Use rows without it, or rename the "
+        "column if it does not belong to the prompt"
+    )
 
 
 def _lookup(row: dict[str, Any], key: str) -> Any:
@@ -468,9 +346,10 @@ def _rows(config: DataSourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     path = Path(config.path)
     if "\0" in config.path:
         raise InputError(f"{config.path!r}: a path cannot hold a NUL character")
-    if path.suffix not in _EXTENSIONS:
-        allowed = " or ".join(_EXTENSIONS)
-        hint = _hub_hint(config.path)
+    if path.suffix not in EXTENSIONS:
+        allowed = " or ".join(EXTENSIONS)
+        command = how_to_convert(path) if path.exists() else ""
+        hint = f"; convert it: {command}" if command else _hub_hint(config.path)
         raise InputError(f"{config.path}: unknown kind of dataset {path.suffix!r}; allowed is {allowed}{hint}")
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
@@ -480,7 +359,11 @@ def _rows(config: DataSourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.suffix == ".jsonl":
         return jsonl_rows(path)
     keys = (config.prompt_key, config.answer_key, config.id_key, *PROMPT_KEYS, *ANSWER_KEYS)
-    return parquet_rows(path, [*filter(None, keys), "id", "data_source", "extra_info"])
+    names = column_names(path)
+    for name in _MEDIA_KEYS:
+        if any(column == name or column.startswith(f"{name}.") for column in names) and has_values(path, name):
+            raise InputError(_no_media(config.path, name))
+    return parquet_rows(path, [*filter(None, keys), *_OTHER_KEYS])
 
 
 def _hub_hint(path: str) -> str:

@@ -49,7 +49,7 @@ SCHEMA = pa.schema(
 )
 ROWS_OF_A_BATCH = 8192
 VARIABLE = "MEGATRON_RL_CACHE"
-FORMAT = 2  # format 1 wrote answers such as 1e-05
+FORMAT = 3  # format 2 took messages as JSON text for the question
 _TABLE, _META = "prompts.arrow", "meta.json"
 _POLL_S, _SAID_AFTER_S = 0.1, 1.0
 _SETTLED_S = 2.0  # a file changed so recently may change again without a new time stamp

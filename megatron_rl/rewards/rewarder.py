@@ -18,6 +18,7 @@ imperfect in two ways that reinforcement learning can mend: by choosing to think
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -26,8 +27,9 @@ from itertools import groupby
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.errors import Fault, InputError
+from megatron_rl.errors import Fault, InputError, shown
 from megatron_rl.process.user_functions import check_function
+from megatron_rl.rewards.golds import respellings
 from megatron_rl.rewards.math_task import math_verdict
 from megatron_rl.rewards.pool import Outcome, WorkerPool
 from megatron_rl.types import Group, Rollout
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from megatron_rl.config.data import RewardConfig
     from megatron_rl.types import Group, Prompt, Rollout
 
+logger = logging.getLogger(__name__)
 ANSWER_MARK = "#"
 
 
@@ -241,9 +244,24 @@ class Rewarder:
                 continue
             tried.add(name)
             trial = self._try(prompt, name)
+            for line in self.unmet([prompt]):
+                logger.warning("prompt %s: %s", prompt.id, line)
             first = first or trial
         assert first is not None, "a dataset has a prompt"
         return first
+
+    def unmet(self, prompts: Iterable[Prompt]) -> list[str]:
+        """Say which golds of `math` a right answer in another spelling does not meet (`golds.respellings`)."""
+        tried = {p.answer: p for p in prompts if self._name_of(p) == "math"}
+        pairs = [(gold, text, prompt) for gold, prompt in tried.items() for text in respellings(gold)]
+        texts = [SimpleNamespace(text=rf"\boxed{{{text}}}") for _, text, _ in pairs]
+        outcomes = self._settle([self._verdict(pair[2], text) for pair, text in zip(pairs, texts)]) if pairs else []
+        lines = {
+            gold: f"the gold {shown(gold, 60)} is not met by the answer {shown(text, 60)}"
+            for (gold, text, _), outcome in reversed(list(zip(pairs, outcomes)))  # the first spelling stays
+            if not outcome.value
+        }
+        return list(reversed(lines.values()))
 
     def _try(self, prompt: Prompt, name: str) -> Trial:
         response = _RIGHT.get(name, "{}").replace("{}", prompt.answer)

@@ -27,7 +27,8 @@ from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.rewarder import Trial
 from megatron_rl.run.identity import begin_step, compare, contents, has_begun, is_complete, refuse
 
-SHOWN_CHARACTERS, SHOWN_SOURCES = 300, 8  # of a prompt; of the data sources
+SHOWN_CHARACTERS, SHOWN_SOURCES, SHOWN_TOKENS = 300, 8, 24  # of a prompt; of the data sources; at each end of a prompt
+TRIED_GOLDS = 200  # of the training set and of the validation set
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
         about_data = [
             _data_line(train, validation, recipe.data.prompt.max_length, recipe.validation.limit),
             *(("repeats", note) for note in _repeats(recipe.batch, recipe.data.weights, train)),
-            *_trial_lines(trial, _ends(recipe.model.path, recipe.rollout.stop_token_ids, tokenizer)),
+            *_trial_lines(trial, _ends(recipe.model.path, recipe.rollout.stop_token_ids, tokenizer), tokenizer),
         ]
         report = [*checked.report, *notes, *about_data]
         yield Prepared(recipe, checked, tokenizer, train, validation, rewarder, report)
@@ -112,13 +113,22 @@ def report(
         lines = check_recipe(recipe, world_size, offline=True).report
         return lines if can_tokenize else [*lines, ("not tried", "prompts and reward: transformers is not installed")]
     with prepare(recipe, world_size) as prepared:
-        there = [*_conversations(prepared), *_run_there(prepared)]
+        there = [*_golds(prepared), *_conversations(prepared), *_run_there(prepared)]
     if free_gib is not None:
         from megatron_rl.learner.compare_logits import witness
 
         prompt = list(prepared.train.first_of_each_source()[0].tokens)
         there.append(("witness", witness(recipe.model.path, prepared.checked.architecture, prompt, free_gib)))
     return [*prepared.report, *there]
+
+
+def _golds(prepared: Prepared) -> list[tuple[str, str]]:
+    """Which gold answers of a sample are not met by a right answer in another spelling."""
+    kinds = [prompts for prompts in (prepared.train, prepared.validation) if len(prompts)]
+    sample = [prompts[i] for prompts in kinds for i in range(0, len(prompts), -(-len(prompts) // TRIED_GOLDS))]
+    lines = prepared.rewarder.unmet(sample)
+    more = [f"and {len(lines) - SHOWN_SOURCES} more"] if len(lines) > SHOWN_SOURCES else []
+    return [("golds", f"of {len(sample)} tried: {'; '.join([*lines[:SHOWN_SOURCES], *more])}")] if lines else []
 
 
 def _conversations(prepared: Prepared) -> list[tuple[str, str]]:
@@ -162,10 +172,14 @@ def _data_line(train: PromptSet, validation: PromptSet, max_length: int, limit: 
     )
 
 
-def _trial_lines(trial: Trial, ends: str) -> list[tuple[str, str]]:
+def _trial_lines(trial: Trial, ends: str, tokenizer: Any) -> list[tuple[str, str]]:
     value = f"{trial.reward:g} for the response {_short(trial.response)}"
+    tokens = tokenizer.convert_ids_to_tokens(trial.prompt.tokens)
+    cut = ["…"] if len(tokens) > 2 * SHOWN_TOKENS else []
+    tokens = [*tokens[:SHOWN_TOKENS], *cut, *tokens[-SHOWN_TOKENS:]] if cut else tokens
     return [
         ("prompt", f"{trial.prompt.id}: {_short(trial.prompt.text)}, {len(trial.prompt.tokens)} tokens{ends}"),
+        ("tokens", " ".join(map(str, tokens))),
         ("answer", _short(trial.prompt.answer)),
         ("reward", value if trial.reward > 0 else f"{value}: a right answer is not rewarded"),
     ]

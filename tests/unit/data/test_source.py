@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_rl.config.data import DataConfig, DataSourceConfig, PromptConfig
-from megatron_rl.data import check_source, read_problems, source
+from megatron_rl.data import check_source, files, read_problems
 from megatron_rl.data.source import answer_text
 from megatron_rl.errors import InputError
 
@@ -136,7 +136,11 @@ GOOD = {"id": 1, "problem": "q", "answer": "a"}
             "line 2: column 'answer' must hold text or a number, found True",
         ),
         ([GOOD, GOOD | {"id": 2, "problem": " "}], {}, "line 2: column 'problem' must hold text or a list"),
-        ([GOOD, GOOD | {"id": 2, "problem": [{"role": "user"}]}], {}, "line 2: column 'problem' must hold text"),
+        (
+            [GOOD, GOOD | {"id": 2, "problem": [{"role": "user"}]}],
+            {},
+            "line 2: message 0 of column 'problem': role and content",
+        ),
         ([GOOD, GOOD | {"id": 2}, GOOD], {}, "line 3: id '1' occurs twice, first in .*line 1"),
     ],
 )
@@ -352,7 +356,7 @@ def test_a_column_that_python_cannot_hold_counts_only_where_it_is_read(tmp_path,
 
 def test_text_that_a_small_file_repeats_is_not_unpacked(tmp_path, monkeypatch):
     """1,000 rows of one text of 100 kB are 100 MB; the file takes a thousandth."""
-    monkeypatch.setattr(source, "MAX_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr(files, "MAX_ROW_BYTES", 1 << 20)
     path, text = tmp_path / "x.parquet", "x" * 100_000
     chat = [[{"role": "user", "content": text}]]
     pq.write_table(pa.table({"prompt": chat * 1000, "answer": ["1"] * 1000}), path, compression="zstd")
@@ -363,16 +367,16 @@ def test_text_that_a_small_file_repeats_is_not_unpacked(tmp_path, monkeypatch):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 20 * len(text)  # Python's objects: rows are read one by one
-    monkeypatch.setattr(source, "MAX_ROW_BYTES", 99_999)
+    monkeypatch.setattr(files, "MAX_ROW_BYTES", 99_999)
     with pytest.raises(InputError, match=r"x\.parquet, row 0: 0 MiB; at most 0 are allowed"):
         read(path)
-    monkeypatch.setattr(source, "_MAX_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(files, "_MAX_CHUNK_BYTES", 1000)
     with pytest.raises(InputError, match="not plausible for text"):
         read(path)
 
 
 def test_a_line_is_read_up_to_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(source, "MAX_ROW_BYTES", 50)
+    monkeypatch.setattr(files, "MAX_ROW_BYTES", 50)
     path = write(tmp_path / "x.jsonl", [{"problem": "q", "answer": "a"}, {"problem": "q" * 60, "answer": "a"}])
     with pytest.raises(InputError, match="line 2: longer than 0 MiB"):
         read(path)

@@ -1,0 +1,171 @@
+"""What belongs to the prompt is read, or refused by name: chats in any form, system texts, tools, pictures."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.config.data import DataSourceConfig
+from megatron_rl.data import check_source, read_problems
+from megatron_rl.errors import InputError
+
+SAME_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text()}), min_size=1
+)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "number"}}}}]
+
+
+def read(path, rows: list) -> list:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return list(read_problems(DataSourceConfig(path=str(path))))
+
+
+@SAME_FOLDER
+@given(MESSAGES, st.booleans(), st.sampled_from([None, 1]), st.sampled_from(["list", "object"]))
+def test_messages_as_json_text_are_the_messages(tmp_path, messages, ascii_only, indent, form):
+    value = messages if form == "list" else {"messages": messages}
+    text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
+    plain, written = read(tmp_path / "x.jsonl", [{"prompt": p, "answer": "1"} for p in (messages, text)])
+    assert written.question == plain.question == messages
+
+
+@SAME_FOLDER
+@given(st.text(min_size=1).filter(str.strip) | st.lists(st.integers() | st.text()).map(json.dumps))
+def test_any_other_text_is_the_question(tmp_path, text):
+    (problem,) = read(tmp_path / "x.jsonl", [{"prompt": text, "answer": "1"}])
+    assert problem.question == text
+
+
+@SAME_FOLDER
+@given(MESSAGES, st.data())
+def test_text_in_parts_is_joined(tmp_path, messages, data):
+    parts = []
+    for message in messages:
+        cut = data.draw(st.integers(0, len(message["content"])))
+        texts = [message["content"][:cut], message["content"][cut:]]
+        parts.append(message | {"content": [{"type": "text", "text": text} for text in texts]})
+    (problem,) = read(tmp_path / "x.jsonl", [{"prompt": parts, "answer": "1"}])
+    assert problem.question == messages
+
+
+@SAME_FOLDER
+@given(st.integers(1, 3000), st.integers(1, 1300), st.booleans(), st.sampled_from([1000, 1 << 20]))
+def test_row_groups_of_any_size(tmp_path, rows, group, dictionary, page):
+    prompts = pa.array([[{"role": "user", "content": f"{i % 7}+1?"}] for i in range(rows)])
+    golds = [{"ground_truth": str(i), "style": "rule"} for i in range(rows)]
+    table = pa.table({"prompt": prompts, "reward_model": golds})
+    layout = {"use_dictionary": dictionary, "dictionary_pagesize_limit": page}
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=max(group, rows // 40), **layout)
+    seen = list(read_problems(DataSourceConfig(path=str(tmp_path / "x.parquet"))))
+    assert [problem.answer for problem in seen] == [str(i) for i in range(rows)]
+    assert seen[-1].question == [{"role": "user", "content": f"{(rows - 1) % 7}+1?"}]
+
+
+ROW = {"prompt": "2+3?", "answer": "5"}
+CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+3?"}]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["list", "text"])
+def test_system_and_tools_of_a_row(tmp_path, kind, tools):
+    # The second row has no tools, and another key beside it, which parquet fills in with null.
+    rows = [ROW | {"system": "be brief", "tools": tools}, ROW | {"system": "", "tools": type(tools)()}]
+    first, second = read(tmp_path / f"x.{kind}", rows)
+    assert (first.question, first.tools) == (CHAT, TOOLS)
+    assert (second.question, second.tools) == ("2+3?", None)
+
+
+def test_null_keys_that_parquet_fills_in_are_no_part_of_a_tool(tmp_path):
+    tools = [[{"name": "add", "a": {"type": "number"}}], [{"name": "see", "b": {"type": "text"}}]]
+    problems = read(tmp_path / "x.parquet", [ROW | {"tools": one} for one in tools])
+    assert [problem.tools for problem in problems] == tools
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"images": ["a.png"]}, "column 'images' is not read: the model sees text alone"),
+        ({"image": {"bytes": "x"}}, "column 'image' is not read"),
+        ({"videos": "a.mp4"}, "column 'videos' is not read"),
+        ({"audio": [1.0]}, "column 'audio' is not read"),
+        ({"system": ["x"]}, r"column 'system' must hold text, found \['x'\]"),
+        ({"system": "x", "prompt": CHAT}, "the chat begins with a system message"),
+        ({"tools": "calculator"}, "column 'tools' is text and not JSON"),
+        ({"tools": ["calculator"]}, "column 'tools' must hold a list of objects"),
+        ({"tools": {"name": "x"}}, "column 'tools' must hold a list of objects"),
+        ({"prompt": "[{'role': 'user', 'content': 'x'}]"}, "looks like chat messages as JSON text and is none"),
+        ({"prompt": '[{"role": "user", "content": "cut'}, "looks like chat messages as JSON text and is none"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "a part of type 'image', which is not read"),
+        ({"prompt": [{"role": "user", "content": ["x"]}]}, "a part of type 'x', which is not read"),
+        (
+            {"prompt": [{"role": "assistant", "content": None, "tool_calls": [1]}]},
+            "has 'tool_calls', which is not read",
+        ),
+        ({"prompt": [{"role": "user", "content": None}]}, "role and content must be text"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_what_the_prompt_would_lack_is_refused_by_name(tmp_path, kind, change, message):
+    with pytest.raises(InputError, match=message):
+        read(tmp_path / f"x.{kind}", [ROW | change])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_columns_that_are_not_used_are_named(tmp_path, kind):
+    verl = {"data_source": "m", "prompt": CHAT, "ability": "MATH", "extra_info": {"index": 1}}
+    rows = [verl | {"reward_model": {"style": "rule", "ground_truth": "5"}, "images": None}]
+    read(tmp_path / f"x.{kind}", rows)
+    unused = check_source(DataSourceConfig(path=str(tmp_path / f"x.{kind}"))).unused
+    assert set(unused) == {"ability", "reward_model.style", "images"}
+
+
+def test_pictures_that_no_row_has(tmp_path):
+    nothing = pa.array([[], None, []], pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())])))
+    rows = {"prompt": ["1=", "2=", "3="], "answer": ["1", "2", "3"], "images": nothing}
+    pq.write_table(pa.table(rows), tmp_path / "x.parquet")
+    assert len(list(read_problems(DataSourceConfig(path=str(tmp_path / "x.parquet"))))) == 3
+
+
+LINE = b'{"problem": "2+2?", "answer": "4"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", gzip.compress(LINE), "it is a gzip file; unpack it: gunzip <"),
+        ("x.jsonl", LINE.decode().encode("utf-16"), "it is text in UTF-16; convert it: iconv"),
+        ("x.jsonl", LINE.decode().encode("utf-16-le"), "iconv -f UTF-16LE"),
+        ("x.jsonl", LINE.decode().encode("utf-16-be"), "iconv -f UTF-16BE"),
+        ("x.jsonl", json.dumps([json.loads(LINE)]).encode(), r"it is a JSON array, not one object a line"),
+        ("x.jsonl", json.dumps([json.loads(LINE)], indent=1).encode(), r"it is a JSON array, .* jq -c '.\[\]'"),
+        ("x.jsonl", b"PAR1\0\0", "it is a parquet file"),
+        ("x.jsonl", b"\x28\xb5\x2f\xfd\0", "it is a zstd file"),
+        ("x.jsonl", b"\x7fELF\0\1\2\3\0", "it is a binary file"),
+        ("x.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
+        ("x.parquet", LINE, "not a parquet file"),
+        ("x.parquet", gzip.compress(LINE), "it is a gzip file"),
+        ("x.jsonl.gz", b"", "unknown kind of dataset '.gz'; .*convert it: gunzip "),
+        ("x.csv", b"", r"convert it: python -c .*load_dataset\('csv', .*to_parquet\('x.parquet'\)"),
+        ("x.json", b"", r"load_dataset\('json'"),
+        ("x.arrow", b"", r"load_dataset\('arrow'"),
+    ],
+)
+def test_a_file_of_another_kind_is_named_with_the_way_to_convert_it(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        check_source(DataSourceConfig(path=str(tmp_path / name)))
+
+
+def test_a_folder_of_save_to_disk(tmp_path):
+    with pytest.raises(InputError, match="load_from_disk"):
+        check_source(DataSourceConfig(path=str(tmp_path)))
