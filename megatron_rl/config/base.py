@@ -240,5 +240,9 @@ def how_to_download(text: str, kind: Kind) -> str:
     parsed = _parse(text, kind)
     if parsed is None:
         return ""
+    repo, file = parsed["repo"], parsed["file"]
+    if file is None and Path(repo).suffix in DATA_FILES:  # a path, of which only the file's name can be of the hub
+        repo, file = "OWNER/NAME", Path(repo).name
     revision = f" --revision {parsed['revision']}" if parsed["revision"] else ""
-    return f"hf download {parsed['repo']}{' --repo-type dataset' if kind == 'dataset' else ''}{revision}"
+    named = f"{repo} {file}" if file else repo
+    return f"hf download {named}{' --repo-type dataset' if kind == 'dataset' else ''}{revision}"

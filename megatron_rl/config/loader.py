@@ -159,14 +159,14 @@ def _over(base: _Tree, top: _Tree) -> _Tree:
 
 
 def _merge(base: dict[str, Any], top: dict[str, Any], at: Where, replaced: set[Where]) -> dict[str, Any]:
-    """Return ``base`` with the values of ``top``, mappings key by key. Another policy term replaces the old one
-    whole."""
+    """Return ``base`` with the values of ``top``, mappings key by key. Another policy term, or another function of the
+    user, replaces the old one whole."""
     merged = dict(base)
     for key, value in top.items():
         old, here = merged.get(key), (*at, key)
         both = isinstance(old, dict) and isinstance(value, dict)
-        other_variant = both and key == "policy_term" and value.get("name", old.get("name")) != old.get("name")
-        if both and not other_variant:
+        told = ("name", "function") if key == "policy_term" else ("function",)
+        if both and all(value.get(part, old.get(part)) == old.get(part) for part in told):
             merged[key] = _merge(old, value, here, replaced)
         elif isinstance(value, Patch):
             merged[key] = _patched(old or [], value, here, replaced)

@@ -73,7 +73,12 @@ def test_what_the_cache_does_not_hold_comes_with_the_command_that_brings_it(tmp_
     assert "`hf download Qwen/Qwen3-30B-A3B-Base`" in str(caught.value)
     with pytest.raises(InputError, match=r"into its cache with `hf download other/net`"):
         check_recipe(recipe(tmp_path, "other/net", "org/math"))
-    assert how_to_download("org/math@v2/a.jsonl", "dataset") == "hf download org/math --repo-type dataset --revision v2"
+    files = {
+        "org/math@v2/a.jsonl": "hf download org/math a.jsonl --repo-type dataset --revision v2",
+        "data/dapo.parquet": "hf download OWNER/NAME dapo.parquet --repo-type dataset",
+        "org/math": "hf download org/math --repo-type dataset",
+    }
+    assert {file: how_to_download(file, "dataset") for file in files} == files
 
 
 @pytest.mark.parametrize("text", ["/a/b", "./a/b", "a", "a/b/c", "a b/c", "a/../b", ""])

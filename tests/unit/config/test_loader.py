@@ -40,6 +40,12 @@ def test_another_policy_term_brings_its_own_numbers(write):
     settings = ["name=s", "objective.policy_term={name: gspo}", "objective.aggregation=seq-mean-token-mean"]
     by_set = load_recipe(write("s.yaml", "extends: base.yaml"), settings)
     assert by_set.objective.policy_term.clip_low == 3e-4
+    write("own.yaml", minimal(objective={"policy_term": {"name": "terms.py:f", "beta": 0.5}}))
+    for name, left in (("terms.py:g", {}), ("terms.py:f", {"beta": 0.5})):
+        own = load_recipe(
+            write("o.yaml", "extends: own.yaml\nname: o\n"), [f"objective.policy_term={{name: '{name}'}}"]
+        )
+        assert own.objective.policy_term.parameters == left
 
 
 def test_several_bases_merge_in_order(write):

@@ -30,6 +30,17 @@ def test_data_prompt_answer_and_reward_are_shown(tmp_path):
     assert (shown["answer"], shown["reward"]) == ("'3'", "1 for the response '#3'")
 
 
+def test_what_is_not_read_and_what_no_answer_meets_is_shown(tmp_path):
+    golds = ["34"] * 8 + ['["34"]']
+    rows = [{"problem": f"^{i}=", "answer": gold, "ability": "MATH"} for i, gold in enumerate(golds)]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = dict(report(tiny_recipe(data={"train": str(file)}, reward={"name": "math"}, run_root=str(tmp_path)), 1))
+    assert shown["not read"] == f"data.train {file}: ability"
+    assert shown["tokens"] == "<bos> ^ 0 ="
+    assert shown["golds"] == "of 9 tried: the gold '[\"34\"]' is not met by the answer '34'"
+
+
 def test_epochs_become_steps_when_the_prompts_are_counted(tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(json.dumps({"problem": f"^{i}=", "answer": "3"}) + "\n" for i in range(10)))
