@@ -57,7 +57,8 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
     absent = [f"model {recipe.model.path} (its shape is known)"] if assumed else []
     device = recipe.runtime.device
     if device == "auto":  # a machine without a GPU may be where the job is submitted
-        device = "cuda" if default_device() == "cuda" else None
+        here = default_device()
+        device = None if here == "cpu" else here
     problems = (
         model_problems(recipe, architecture, world_size, device)
         + _compiler_problems(recipe.rollout, device)

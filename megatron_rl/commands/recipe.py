@@ -36,7 +36,7 @@ def run_check(options: argparse.Namespace) -> int:
 
     The command compares the headers of the model's files with the learner's table of tensors, and each key of
     config.json with its meaning to the learner and to vLLM. Last, transformers and the learner compute the log-probs of
-    a prompt, in fp32 on the CPU: with the whole model up to 2 billion parameters, else with its first and last layer.
+    a prompt, in fp32 on the CPU: with the whole model up to 2.1 billion parameters, else with its first and last layer.
     """
     from megatron_rl.config import load_recipe
     from megatron_rl.doctor.machine import available_gib

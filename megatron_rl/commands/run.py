@@ -198,7 +198,7 @@ def run_plot(options: argparse.Namespace) -> int:
     draw_figure(groups, title, view=view).savefig(options.out / "curves.png", dpi=110)
     (options.out / "curves.html").write_text(build_page(groups, title, view), encoding="utf-8")
     for group in groups:
-        print(f"{group.label}: {len(group.runs)} run(s), {max(len(run) for run in group.runs)} steps")
+        print(f"{group.label}: {len(group.runs)} run(s), {group.num_steps} steps")
     print(f"wrote {options.out / 'curves.png'} and {options.out / 'curves.html'}")
     return EXIT_DONE
 

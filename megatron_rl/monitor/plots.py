@@ -62,6 +62,13 @@ UNSMOOTHED_STEPS = 40  # a curve of at most this many steps is not smoothed
 SMOOTHED_SHARE = 40  # a longer curve is smoothed over about 2/40 of its steps
 
 
+LEARNED = ("actor/", "critic/")  # prefixes of metrics that a step has
+
+
+def _tells(record: dict[str, float], prefixes: tuple[str, ...]) -> bool:
+    return any(name.startswith(prefixes) for name in record)
+
+
 @dataclass
 class Curves:
     """A named group of runs (the seeds of one experiment) with the records of each."""
@@ -73,6 +80,12 @@ class Curves:
     def metrics(self) -> set[str]:
         """Names of all metrics that any record has."""
         return {name for run in self.runs for record in run for name in record}
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the longest run. The last validation of a run has a record of its own and is no step."""
+        numbers = (sum(_tells(row, LEARNED) or not _tells(row, ("val/",)) for row in run) for run in self.runs)
+        return max(numbers, default=0)
 
     def series(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
         """Return steps ``[S]`` and values ``[seeds, S]`` of ``metric``; NaN where a seed lacks a step."""
@@ -433,7 +446,7 @@ def _table(groups: Sequence[Curves]) -> str:
     table = [
         ["", *(group.label for group in groups)],
         ["seeds", *(str(len(group.runs)) for group in groups)],
-        ["steps", *(str(max((len(run) for run in group.runs), default=0)) for group in groups)],
+        ["steps", *(str(group.num_steps) for group in groups)],
         *([metric, *(values[group.label][row] for group in groups)] for row, metric in enumerate(metrics)),
     ]
     rows = ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in table]

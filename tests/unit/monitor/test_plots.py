@@ -127,3 +127,10 @@ def test_heat_map_holds_every_layer_and_step():
     image = draw_disagreement(records, "run").axes[0].images[0].get_array()
     assert np.asarray(image) == rounded(np.array([[0.01, 1e-4], [0.1, 0.5]]))
     assert draw_disagreement([{"step": 0}], "run") is None
+
+
+def test_the_last_validation_is_no_step():
+    steps = [{"step": i, "critic/score/mean": 0.1, "val/reward/mean": 0.2} for i in range(10)]
+    last = {"step": 10, "val/reward/mean": 0.3, "perf/time/validate": 1.0}
+    assert Curves("a", [[*steps, last], steps[:3]]).num_steps == 10
+    assert Curves("foreign", [[{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}]]).num_steps == 2
