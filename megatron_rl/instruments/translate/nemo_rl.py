@@ -158,8 +158,8 @@ def _data(t: Translation) -> None:
         if key.startswith("policy.tokenizer.chat_template_kwargs.")
     }
     if kwargs:
-        t.put("policy.tokenizer.chat_template_kwargs", "data.prompt.chat_template_args", kwargs)
-        t.mark(f"policy.tokenizer.chat_template_kwargs.{key}" for key in kwargs)
+        theirs = ", ".join(f"policy.tokenizer.chat_template_kwargs.{key}" for key in kwargs)
+        t.put(theirs, "data.prompt.chat_template_args", kwargs)
 
 
 def _source(t: Translation, part: str, section: dict[str, Any]) -> dict[str, Any] | None:
@@ -447,6 +447,7 @@ def _megatron(t: Translation, is_moe: bool) -> None:
         if inner is not None:
             t.put(f"{CORE}.expert_tensor_parallel_size", "learner.parallel.expert_tensor", int(inner))
         t.dispatcher(f"{CORE}.moe_token_dispatcher_type", f"{CORE}.moe_enable_deepep")
+        t.fp32_router(f"{CORE}.moe_router_dtype")
     if t.get(f"{CORE}.activation_checkpointing") is True:
         granularity = t.get(f"{CORE}.recompute_granularity")
         t.put(f"{CORE}.activation_checkpointing, {CORE}.recompute_granularity", "learner.recompute", str(granularity))
@@ -535,7 +536,12 @@ def _rest_of_the_run(t: Translation) -> None:
     if "validation" in t.recipe["data"]:
         every = _whole(t, "grpo.val_period", 0)
         t.put("grpo.val_period", "validation.every", max(0, every))
-        t.take("grpo.val_num_generations_per_prompt", "validation.num_samples", number)
+        samples = "grpo.val_num_generations_per_prompt"
+        if (repeat := number(t.get("data.validation.repeat"))) is not None:
+            each = int(repeat) * int(number(t.get(samples)) or 1)
+            t.put(f"data.validation.repeat, {samples}", "validation.num_samples", each)
+        else:
+            t.take(samples, "validation.num_samples", number)
         for theirs in ("temperature", "top_p"):
             value = number(t.get(f"{GENERATION}.val_{theirs}"))
             value = t.recipe["rollout"][theirs] if value is None else float(value)

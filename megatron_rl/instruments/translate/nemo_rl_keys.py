@@ -20,6 +20,7 @@ import yaml
 
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import InputError
+from megatron_rl.instruments.translate.shell import MAX_EXPANDED
 from megatron_rl.instruments.translate.translation import flattened
 
 DEEPEST = 16  # files that inherit from each other, and references that lead to references
@@ -78,9 +79,13 @@ def resolved(values: Mapping[str, Any], variables: Mapping[str, str]) -> dict[st
 class _Resolver:
     def __init__(self, values: Mapping[str, Any], variables: Mapping[str, str]) -> None:
         self.values, self.variables = values, variables
+        self.expanded = 0
 
     def section(self, value: Any, place: tuple[str, ...], depth: int = 0) -> Any:
         """Return ``value``, found at the keys ``place``, with its references filled in."""
+        self.expanded += 1 + (len(value) if isinstance(value, str) else 0)
+        if self.expanded > MAX_EXPANDED:
+            raise InputError(f"its references stand for more than {MAX_EXPANDED >> 20} million characters")
         if isinstance(value, Mapping):
             return {key: self.section(inner, (*place, str(key)), depth) for key, inner in value.items()}
         if isinstance(value, list):
@@ -98,6 +103,7 @@ class _Resolver:
                 return value
             parts += [text[at:start], str(value)]
             at = end + 1
+        self.expanded += sum(map(len, parts))
         return "".join([*parts, text[at:]])
 
     def _reference(self, inside: str, place: tuple[str, ...], depth: int) -> Any:
@@ -197,7 +203,6 @@ EFFECTS = [
     (r"logger\..*|env\.\w+\.num_workers|data\.num_workers|data\.use_multiple_dataloader|data_plane\..*", ""),
     (r"cluster\..*|on_policy_distillation|fault_tolerance\..*", ""),
     (r"data\.(default|train|validation)\.(processor|env_name|seed|split_validation_size)", ""),
-    (r"data\.validation\.repeat", "validation.num_samples has that effect"),
     (r"env\..*", "rewards are those of reward.name"),
     (
         r"grpo\.(seq_logprob_error_threshold|.*_advantage)",
@@ -221,10 +226,7 @@ EFFECTS = [
         r"policy\.megatron_cfg\.(moe_(grouped|permute|enable|token|shared|per|router_load|router_bias).*|train_iters|env_vars.*)",
         "",
     ),
-    (
-        r"policy\.megatron_cfg\.moe_router_dtype",
-        "the router computes in the model's type; precision.fp32_router makes it fp32 in learner and engine",
-    ),
+    (r"policy\.megatron_cfg\.moe_router_dtype", ""),  # of a dense model
     (r"policy\.megatron_cfg\.freeze_moe_router", "the router learns, too"),
     (r"policy\.megatron_cfg\.(mtp_.*|peft\..*|fp8_cfg\..*|recompute_modules|recompute_granularity)", ""),
     (r"policy\.megatron_cfg\.(fused_linear_.*|offload_modules|use_fused_weighted_.*|optimizer_.*|defer_.*)", ""),

@@ -26,6 +26,9 @@ _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
 _OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")")
 _PAIRS = {"(": ")", "{": "}"}
 MAX_CHARS = 2**20
+MAX_EXPANDED = 16 * MAX_CHARS  # characters that all expansions of a script may give
+MAX_FILES = 100  # that are followed
+MAX_EXPRESSION = 10_000  # characters of a `$((…))` and of a value that `${NAME%PATTERN}` cuts
 
 
 def unresolved_names(text: str) -> list[str]:
@@ -64,7 +67,10 @@ def read_script(path: Path, variables: Mapping[str, str] | None = None) -> Scrip
     Raises InputError where it is no text, or a quote or bracket is not closed.
     """
     reader = _Reader(dict(variables or {}), path.parent.absolute())
-    reader.follow(path)
+    try:
+        reader.follow(path)
+    except RecursionError:
+        raise InputError(f"{path}: its brackets or blocks nest too deep to be read as a launch script") from None
     reader.script.variables = reader.variables
     return reader.script
 
@@ -118,14 +124,15 @@ class _Lexer:
     def _word(self) -> _Token:
         start, text = self.at, self.text
         while self.at < len(text):
-            char, written = text[self.at], text[start : self.at]
-            if char == "(" and re.fullmatch(r"[A-Za-z_]\w*\+?=", written):
+            char = text[self.at]
+            written = text[start : self.at] if char == "(" else ""
+            if re.fullmatch(r"[A-Za-z_]\w*\+?=", written):
                 end = closing(text, self.at, self.path)
                 inside = [token for token in _Lexer(text[self.at + 1 : end], self.path).tokens() if token != "\n"]
                 self.at = end + 1
                 name = written.rstrip("+=")
                 return _Array(name, "+" in written, [token for token in inside if isinstance(token, str)])
-            if char in " \t\n;|()" or (char == "&" and not written.endswith(">")):
+            if char in " \t\n;|()" or (char == "&" and text[max(start, self.at - 1) : self.at] != ">"):
                 break
             self.at = after_piece(text, self.at, self.path)
         return text[start : self.at].replace("\\\n", "")
@@ -175,8 +182,12 @@ class _Reader:
     def __init__(self, variables: dict[str, str], folder: Path) -> None:
         self.variables, self.arrays, self.folder = variables, {}, folder
         self.script, self.path, self.depth = Script(), folder, 0
+        self.num_files, self.expanded = 0, 0
 
     def follow(self, path: Path) -> None:
+        self.num_files += 1
+        if self.num_files > MAX_FILES:
+            raise InputError(f"{path}: the script sources more than {MAX_FILES} files")
         before, self.path = self.path, path
         tokens = list(_Lexer(_text_of(path), path).tokens())
         self._run(tokens, 0, len(tokens))
@@ -255,11 +266,23 @@ class _Reader:
 
     def _assign(self, token: _Token) -> None:
         if isinstance(token, _Array):
-            words = [word for raw in token.words for word in self._expand(raw)]
-            self.arrays[token.name] = (self.arrays.get(token.name, []) if token.is_added else []) + words
+            before = self.arrays.get(token.name, []) if token.is_added else []
+            self._count(len(before))
+            self.arrays[token.name] = before + [word for raw in token.words for word in self._expand(raw)]
             return
         name, plus, raw = _ASSIGNMENT.fullmatch(token).groups()
-        self.variables[name] = (self.variables.get(name, "") if plus else "") + self._expand_to_one(raw)
+        before = self.variables.get(name, "") if plus else ""
+        self._count(len(before))
+        self.variables[name] = before + self._expand_to_one(raw)
+
+    def _count(self, characters: int) -> None:
+        """Count what expansions give. Raises InputError where a small script would take all memory or time."""
+        self.expanded += characters
+        if self.expanded > MAX_EXPANDED:
+            raise InputError(
+                f"{self.path}: its variables stand for more than {MAX_EXPANDED >> 20} million characters; a launch "
+                "script has fewer"
+            )
 
     def _if(self, tokens: list[_Token], at: int, end: int) -> int:
         after = _matching(tokens, at, end, ("if",), "fi")
@@ -378,6 +401,11 @@ class _Reader:
 
     def _pieces(self, raw: str, is_quoted: bool = False) -> Iterator[tuple[str, str]]:
         """Parts of ``raw`` with how they join: as they are, an item of an array, or to be split at blanks."""
+        for piece, kind in self._read_pieces(raw, is_quoted):
+            self._count(1 + len(piece))
+            yield piece, kind
+
+    def _read_pieces(self, raw: str, is_quoted: bool) -> Iterator[tuple[str, str]]:
         at = 0
         while at < len(raw):
             is_plain = is_quoted and raw[at] in "'\""
@@ -448,7 +476,11 @@ class _Reader:
             yield f"{_OPEN}${{{name}}}{_CLOSE}", ""
         elif not rest:
             yield value, kind
-        elif (match := re.fullmatch(r"(##?|%%?)(.*)", rest, re.DOTALL)) and not unresolved_names(value):
+        elif (
+            (match := re.fullmatch(r"(##?|%%?)(.*)", rest, re.DOTALL))
+            and len(value) <= MAX_EXPRESSION
+            and not unresolved_names(value)
+        ):
             yield _trimmed(value, match[1], self._expand_to_one(match[2])), kind
         else:
             yield unknown, ""
@@ -456,10 +488,13 @@ class _Reader:
     def _arithmetic(self, written: str) -> str:
         text = self._expand_to_one(written)
         for _ in range(8):  # a variable may hold an expression
+            self._count(len(text))
+            if len(text) > MAX_EXPRESSION:
+                return f"{_OPEN}$(({readable(written)[:MAX_EXPRESSION]})){_CLOSE}"
             text = re.sub(r"[A-Za-z_]\w*", lambda name: f"({self.variables.get(name[0], name[0])})", text)
         try:
             return str(_evaluated(ast.parse(text.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             return f"{_OPEN}$(({readable(written)})){_CLOSE}"
 
 

@@ -362,6 +362,7 @@ def _layout(t: Translation, is_moe: bool) -> None:
             note = "Megatron cuts experts like the rest where --expert-tensor-parallel-size is not given"
             t.put("--tensor-model-parallel-size", "learner.parallel.expert_tensor", parallel["tensor"], note)
         t.dispatcher("--moe-token-dispatcher-type", "--moe-enable-deepep")
+        t.fp32_router("--moe-router-dtype")
     elif t.is_set("--expert-model-parallel-size"):
         t.note("the model has no experts: the sizes of expert parallelism have no effect")
     if t.get("--optimizer-cpu-offload") is True:
@@ -400,6 +401,9 @@ def _rest_of_the_run(t: Translation) -> None:
         t.put("--async-save", "checkpoint.async_save", True)
     if t.get("--save-hf") is not None:
         t.put("--save-hf", "checkpoint.export_hf", True, "beside each checkpoint")
+    same = [t.values.get(key) for key in ("--save", "--ref-load", "--hf-checkpoint")]
+    if (begins := t.get("--load")) and begins not in same:
+        t.lose("--load", "the run begins from other weights; export them, and name their folder in model.path")
     if t.is_set("--save"):
         t.put("--save", "run_root", readable(str(t.known_path("--save", "runs"))), "folder of runs")
     if t.is_set("--eval-interval"):

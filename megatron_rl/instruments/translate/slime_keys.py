@@ -79,10 +79,7 @@ EFFECTS = [
     (r"--(wandb-(key|host|mode|dir|run-id|always-.*|random-.*)|disable-wandb-random-suffix|tb-.*|log-.*)", ""),
     (r"--(ci-.*|debug-.*|profile-.*|record-memory-.*|memory-.*|dump-details|save-debug-.*|use-fault-tolerance)", ""),
     (r"--rollout-health-check-.*|--rollout-skip-special-tokens|--rm-url|--metadata-key|--reward-key", ""),
-    (
-        r"--moe-router-dtype",
-        "the router computes in the model's type; precision.fp32_router makes it fp32 in learner and engine",
-    ),
+    (r"--moe-router-dtype", ""),  # of a dense model
     (r"--recompute-(method|num-layers|modules)", "layers are recomputed one by one"),
     (
         r"--decoder-(first|last)-pipeline-num-layers|--num-layers-per-virtual-pipeline-stage",

@@ -147,6 +147,13 @@ class Translation:
         if kind == "flex" and not on:
             self.note("learner.token_dispatcher: flex uses DeepEP, which has to be installed")
 
+    def fp32_router(self, theirs: str) -> None:
+        """Translate Megatron's type of the router."""
+        if (kind := self.get(theirs)) == "fp32":
+            self.put(theirs, "precision.fp32_router", True)
+        elif kind is not None:
+            self.lose(theirs, "the router computes in the model's type, or in fp32 (precision.fp32_router)")
+
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
@@ -214,6 +221,10 @@ class Translation:
         if rest := len(self.idle) - len(own):
             own.append(f"{rest} keys of the files that it inherits from")
         parts += _section("Without effect here", [", ".join(own)] if own else [])
+        told = {key for line in (*self.translated, *self.lost) for key in line.theirs.split(", ")} | set(self.idle)
+        noted = "\n".join(self.notes)
+        silent = sorted(key for key in self._seen & set(self.values) - told if key not in noted)
+        parts += _section("Read with others, or as the default", [", ".join(silent)] if silent else [])
         return "\n".join(parts)
 
     def text(self) -> str:

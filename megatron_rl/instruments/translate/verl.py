@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.instruments.translate.shell import readable
+from megatron_rl.instruments.translate.shell import readable, unresolved_names
 from megatron_rl.instruments.translate.translation import Translation, number, run_name
 from megatron_rl.instruments.translate.verl_keys import (
     ACTOR,
@@ -31,12 +31,14 @@ def translate(path: Path, variables: dict[str, str], train_rows: int | None = No
     values, notes, is_whole = read_overrides(path, variables)
     t = Translation("verl", str(path), values, DEFAULTS, notes)
     nodes, gpus = int(number(t.get("trainer.nnodes")) or 1), int(number(t.get("trainer.n_gpus_per_node")) or 8)
-    t.put(
-        "trainer.experiment_name, trainer.nnodes, trainer.n_gpus_per_node",
-        "name",
-        run_name(str(t.get("trainer.experiment_name")), nodes, gpus),
-        "`plan` reads the size of the job from it",
-    )
+    name, keys = "trainer.experiment_name", "trainer.nnodes, trainer.n_gpus_per_node"
+    size = "`plan` reads the size of the job from it"
+    given = values.get(name)
+    if isinstance(given, str) and not unresolved_names(given):
+        t.put(f"{name}, {keys}", "name", run_name(given, nodes, gpus), size)
+    else:
+        t.mark([name])
+        t.put(keys, "name", run_name(path.stem, nodes, gpus), f"of the file's name; {size}")
     updates = _batch(t)
     num_steps = _steps(t, train_rows)
     model = _model_and_data(t)
@@ -420,6 +422,7 @@ def _layout(t: Translation, gpus: int, model: str) -> None:
         if moe:
             own = f"{MEGATRON}.override_transformer_config"
             t.dispatcher(f"{own}.moe_token_dispatcher_type", f"{own}.moe_enable_deepep")
+            t.fp32_router(f"{own}.moe_router_dtype")
         granularity = t.get(f"{MEGATRON}.override_transformer_config.recompute_granularity")
         if granularity is None:
             t.guess(
@@ -480,6 +483,8 @@ def _microbatch(t: Translation, context: int) -> None:
 
 
 def _rest_of_the_run(t: Translation) -> None:
+    if t.get("trainer.resume_mode") == "resume_path":
+        t.lose("trainer.resume_mode", "the run begins anew; `megatron-rl train --resume DIR` takes checkpoints of ours")
     t.take("trainer.save_freq", "checkpoint.every", lambda value: max(0, int(number(value) or 0)))
     if (kept := number(t.get("trainer.max_actor_ckpt_to_keep"))) is not None:
         t.put("trainer.max_actor_ckpt_to_keep", "checkpoint.keep_last", int(kept))

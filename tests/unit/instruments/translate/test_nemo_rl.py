@@ -251,3 +251,14 @@ def test_the_table_of_keys_names_what_the_rules_read():
     named = {key for row in foreign_keys.ROWS for key in foreign_keys.keys_of(row[column]) if "." in key}
     assert len(named) > 25
     assert {key for key in named if key.rpartition(".")[2].removesuffix("_enabled") not in rules} == set()
+
+
+def test_repeats_of_held_out_rows_template_arguments_and_the_routers_type(tmp_path):
+    policy = MEGATRON | {"tokenizer": {"chat_template_kwargs": {"enable_thinking": False}}}
+    policy |= {"model_name": "Qwen/Qwen3-30B-A3B", "megatron_cfg": {"enabled": True, "moe_router_dtype": "fp32"}}
+    data = {"validation": {"data_path": "aime.jsonl", "repeat": 16}}
+    recipe, translation = translated(tmp_path, {"policy": policy, "data": data})
+    assert recipe.validation.num_samples == 16
+    assert recipe.precision.fp32_router
+    assert recipe.data.prompt.chat_template_args == {"enable_thinking": False}
+    assert "chat_template_kwargs.enable_thinking: false → data.prompt.chat_template_args" in translation.report()

@@ -187,3 +187,12 @@ def test_the_table_of_keys_names_what_the_rules_read():
     named = {key for row in foreign_keys.ROWS for key in re.findall(r"`(--[\w-]+)", row[column])}
     assert len(named) > 30
     assert {key for key in named if key not in rules and "-" not in key[-1]} == set()
+
+
+@pytest.mark.parametrize(
+    ("load", "is_lost"), [("/root/sft", True), ("/root/runs/", False), ("${MODEL:-/root/Qwen3-30B-A3B}", False)]
+)
+def test_a_start_from_other_weights_is_said(tmp_path, load, is_lost):
+    recipe, translation = translated(tmp_path, f"--load {load} --moe-router-dtype fp32")
+    assert ("--load" in losses(translation)) == is_lost
+    assert recipe.precision.fp32_router

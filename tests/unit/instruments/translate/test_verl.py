@@ -52,7 +52,7 @@ def test_sizes_and_defaults_are_those_of_verl(tmp_path):
     assert (term.clip_low, term.clip_high, term.dual_clip) == (0.2, 0.28, 3.0)
     assert (optimizer.lr, optimizer.beta2, optimizer.weight_decay) == (2e-6, 0.999, 0.01)
     assert recipe.validation.temperature == 0
-    assert recipe.name == "gsm8k-4n8g"
+    assert recipe.name == "run-4n8g"
     assert set(guesses(translation)) == {"reward.name"}
     assert translated(tmp_path, N="16")[0].rollout.num_samples == 16
 
@@ -175,3 +175,12 @@ def test_the_command_writes_a_recipe_that_is_checked_and_planned(tmp_path, capsy
     assert "Guessed:\n  num_steps: 500" in capsys.readouterr().out
     assert main(["check", "--offline", out]) == 0
     assert main(["plan", out, "--gpu", "h100-80"]) == 0
+
+
+def test_a_start_from_a_checkpoint_the_routers_type_and_keys_that_were_only_read(tmp_path):
+    router = "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype=fp32"
+    recipe, translation = translated(tmp_path, "trainer.resume_mode=resume_path", router, "data.prompt_key=prompt")
+    assert recipe.precision.fp32_router
+    assert "trainer.resume_mode" in losses(translation)
+    told = translation.report()
+    assert all(key in told for key in translation.values), [key for key in translation.values if key not in told]
