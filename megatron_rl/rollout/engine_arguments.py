@@ -39,7 +39,8 @@ def engine_arguments(
     """
     from megatron_rl.rollout.worker_extension import STREAM_BACKEND
 
-    FAMILIES[read_architecture(model_path).model_type].register()
+    architecture = read_architecture(model_path)
+    FAMILIES[architecture.model_type].register()
 
     keeps_cache = wants_prefix_cache(config, record_routes)
     kv_cache_gib = config.kv_cache_gib or (CPU_KV_CACHE_GIB if device == "cpu" else None)
@@ -73,13 +74,14 @@ def engine_arguments(
         arguments["block_size"] = CPU_BLOCK_TOKENS
         # Only whole blocks are shared: with shorter prompts the cache is book-keeping alone, a twentieth of a step.
         arguments["enable_prefix_caching"] &= max_prompt_length >= CPU_BLOCK_TOKENS or keeps_cache
+        if architecture.latent is not None:  # on a processor with AMX vLLM takes another, which has no fp32 and no fp16
+            arguments["attention_backend"] = "CPU_MLA"
         if runs_eagerly(config, device):
             from megatron_rl.rollout.cpu_engine import PRIORITY
 
             arguments["kernel_config"] = {"ir_op_priority": PRIORITY}
     else:
         arguments["enable_sleep_mode"] = sleeps
-        architecture = read_architecture(model_path)
         is_plain = architecture.latent is None and not architecture.has_sinks
         arguments |= kernels_on_cuda(config, has_plain_attention=is_plain) | sums_on_cuda(config)
     return arguments | quantization_arguments(config.quantization, device)

@@ -4,13 +4,15 @@ vLLM selects a `WeightTransferEngine` by the name of its backend. Ours is handed
 the same process, so nothing is copied on the way and no file is written. Loading follows vLLM's layerwise reload: as
 soon as a layer is complete, it is loaded, processed and copied into the storage it had, so that CUDA graphs stay valid.
 
-On a CPU weights are packed for the kernels after loading. vLLM 0.30 leaves two things out, and raises no error:
+On a CPU weights are packed for the kernels after loading. vLLM 0.30 leaves three things out, and raises no error:
 
 * Unquantized MoE experts are packed after the first load only. Packing keeps their shape, so after a reload the kernel
   reads unpacked experts. They are packed here, exactly once in an update: packing twice is as wrong as not packing.
   `vllm_engine` checks at start that an update with the same weights leaves every parameter as it was.
 * A linear layer computes with a packed copy. An output head tied to the embedding gets no tensor of its own in an
   update, and keeps its old copy. Every layer whose copy is still the old one is packed again here.
+* On a processor with AMX packing widens biases to fp32, and an update then writes them unrounded. They take the type of
+  their layer again before an update.
 
 vLLM 0.30 also loses the attention sinks of gpt-oss in an update, on every device and without an error: its loader
 copies them into the place of the old ones, where no memory is while a layer is loaded again. They are written here.
@@ -51,6 +53,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -163,6 +166,8 @@ class StreamWeightTransfer(WeightTransferEngine[StreamInit, StreamUpdate]):
     def start_weight_update(self) -> None:
         self._old_copies = packed_copies(self.model)
         self._sinks: dict[str, torch.Tensor] = {}
+        if self.device.type == "cpu":
+            narrow_biases(self.model)
         initialize_layerwise_reload(self.model)
 
     @torch.no_grad()
@@ -202,6 +207,14 @@ def write_sinks(model: torch.nn.Module, sinks: dict[str, torch.Tensor]) -> None:
         parameter = parameters[name.replace(".self_attn.", ".attn.")]
         own = len(parameter)
         parameter.copy_(tensor[own * get_tensor_model_parallel_rank() :][:own])
+
+
+def narrow_biases(model: torch.nn.Module) -> None:
+    """Give each bias the type of its layer, in which vLLM's loader rounds what it is sent. Packing may have widened it:
+    call it before a reload, which packs again."""
+    for module in model.modules():
+        if isinstance(module, LinearBase) and module.bias is not None:
+            module.bias.data = module.bias.data.to(module.params_dtype)
 
 
 def pack_cpu_experts(model: torch.nn.Module) -> None:

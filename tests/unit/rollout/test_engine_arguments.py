@@ -3,11 +3,13 @@
 import dataclasses
 
 import pytest
+import torch
 
 from megatron_rl.config.learner import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.rollout.engine_arguments import engine_arguments
+from megatron_rl.rollout.engine_arguments import VLLM_DTYPE, engine_arguments
 from megatron_rl.rollout.servers.rendezvous import server_arguments
+from tests.support.families import save_family
 from tests.support.tiny import MODEL
 
 
@@ -74,3 +76,29 @@ def test_rounding_is_vllms_own_on_cuda(place, block, name):
     given = {key: value for key, value in arguments("cpu", quantization=wanted).items() if key in keys}
     ours = {precision.ROUNDING_KEY: wanted}
     assert given == {"quantization": precision.ROUNDED, "additional_config": ours, "kv_cache_dtype": "fp8"}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("place", ["beside the learner", "server"])
+def test_latent_attention_has_one_kernel_on_every_cpu(place, dtype, tmp_path, monkeypatch):
+    """Where vLLM finds AMX it takes a kernel for bf16 alone, in every type, unless it is told another."""
+    from vllm.config import AttentionConfig
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.platforms.interface import CpuArchEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    monkeypatch.setattr(CpuPlatform, "get_cpu_architecture", lambda *_: CpuArchEnum.X86)
+    model, config = save_family(tmp_path, "deepseek_v3"), RolloutConfig(dtype=dtype)
+    if place == "server":
+        arguments = server_arguments(config, model, "cpu", 16, record_routes=True, precision=PrecisionConfig())
+    else:
+        arguments = engine_arguments(config, model, "cpu", 16, record_routes=True)
+    asked = AttentionConfig(backend=arguments["attention_backend"]).backend
+    of_layer = AttentionSelectorConfig(576, VLLM_DTYPE[dtype], "auto", 16, use_mla=True)
+    chosen = {}
+    for has_amx in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        chosen[has_amx] = [CpuPlatform.get_attn_backend_cls(backend, of_layer) for backend in (asked, None)]
+    assert [path.rpartition(".")[2] for path in chosen[False]] == ["CPUMLABackend", "CPUMLABackend"]
+    assert [path.rpartition(".")[2] for path in chosen[True]] == ["CPUMLABackend", "AMXMLABackend"]
+    assert "attention_backend" not in engine_arguments(config, MODEL, "cpu", 16, record_routes=True)
