@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import rounding
 from tests.support.rounding import (
     CLOSED_FORM,
     adam_largest_update,
@@ -66,6 +67,16 @@ def test_another_computation_is_not(dtype, mutation):
     inputs = tensors(dtype)
     with pytest.raises(AssertionError, match=r"result \d: .* from float64's, bound"):
         assert_as_double(MUTATIONS[mutation](*inputs), layer, inputs, longest_sum=90)
+
+
+def test_a_few_numbers_that_happen_to_be_rounded_well_are_no_bound(monkeypatch):
+    """Quotients that are whole numbers: exact as they are, and not as products with the reciprocal."""
+    numbers = 61 * torch.arange(1.0, 200)
+    arguments = [numbers * (1 / torch.tensor(61.0))], lambda x: [x / 61], [numbers], 4
+    assert_as_double(*arguments)
+    monkeypatch.setattr(rounding, "FEW", 0)
+    with pytest.raises(AssertionError, match=r"result 0: .* from float64's, bound"):
+        assert_as_double(*arguments)
 
 
 def test_the_bound_is_the_error_times_the_root_of_the_longest_sum():
