@@ -112,7 +112,10 @@ def ling_experts(block: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
     hidden [N, H] → [N, H].
     """
-    logits = block.gate(hidden.to(block.gate.weight.dtype))
+    if isinstance(block.gate, GateLinear):  # from vLLM 0.31 on
+        logits, _ = block.gate(hidden)
+    else:
+        logits = block.gate(hidden.to(block.gate.weight.dtype))
     return block.experts(hidden_states=hidden, router_logits=logits)
 
 

@@ -7,6 +7,8 @@ are the hashes that name blocks of the prefix cache. Nothing else of an engine c
 * It wants prefix caching, and so no short cut around it (`wants_prefix_cache`).
 * vLLM connects it to its second model runner alone, which wants Triton. On a CPU `RecordingRunner` connects it to the
   first one, whose routers hand over the same rows.
+* vLLM turns the prefix cache off for latent attention on a CPU, whose kernel cannot begin with cached blocks. There
+  blocks are named, and never looked up.
 * It answers the first rank of an engine alone. Where engines join the learner's world, every rank has a scheduler that
   asks its own worker (`start_connector`).
 
@@ -86,12 +88,14 @@ class _WithSecondRunner:
 def _connect_first_runner() -> None:
     from vllm.config import VllmConfig
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
     from vllm.v1.worker import cpu_worker
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     if cpu_worker.CPUModelRunner is not CPUModelRunner:
         return
-    verify = VllmConfig._verify_aux_output_compatibility
+    verify, look_up = VllmConfig._verify_aux_output_compatibility, KVCacheManager.prefix_cache_lookup_enabled
 
     class RecordingRunner(CPUModelRunner):
         """vLLM's first model runner on a CPU, with the store of routes around each of its steps."""
@@ -134,5 +138,16 @@ def _connect_first_runner() -> None:
             step.enqueue_cpu_copy(num_sampled, np.zeros_like(num_sampled))
             return step.process_output()
 
+    def check(config: VllmConfig) -> None:
+        if config.aux_output_config.enabled and config.model_config.use_mla:
+            config.cache_config.enable_prefix_caching = True  # for the names of blocks: see `looks_up`
+        verify(_WithSecondRunner(config))
+
+    def looks_up(manager: KVCacheManager, request: Any) -> bool:
+        """Whether a request may begin with cached blocks: not those of latent attention, whose kernel has no way to."""
+        specs = (group.kv_cache_spec for group in manager.kv_cache_config.kv_cache_groups)
+        return look_up(manager, request) and not any(isinstance(spec, MLAAttentionSpec) for spec in specs)
+
     cpu_worker.CPUModelRunner = RecordingRunner
-    VllmConfig._verify_aux_output_compatibility = lambda self: verify(_WithSecondRunner(self))
+    VllmConfig._verify_aux_output_compatibility = check
+    KVCacheManager.prefix_cache_lookup_enabled = looks_up
