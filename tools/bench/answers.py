@@ -28,7 +28,7 @@ import numpy as np
 from megatron_rl.config import load_recipe
 from megatron_rl.instruments.plan.hardware import TURNS
 from megatron_rl.model.architecture import Architecture, read_architecture
-from megatron_rl.rollout.conversation import Conversation, Turn
+from megatron_rl.rollout.conversation import Client, Conversation, Turn
 from megatron_rl.rollout.generator import Sampling
 from megatron_rl.rollout.requests import SealedRoutes, make_requests, make_rollout, seal_routes
 from megatron_rl.rollout.servers.client import ServerClient, Weights, request_body
@@ -154,6 +154,7 @@ class _Asker:
     """What a `Conversation` needs to know of its client."""
 
     sequence_id, vocab_size = "x", 1000
+    token_ids = Client.token_ids
 
 
 def stitching(length: int, turns: int, shape: Architecture | None) -> float:

@@ -1,4 +1,4 @@
-"""docs/engines/first-contact.md and docs/engines/rules.md: each rule has a proof that is there, or the word "unproven", and
+"""docs/engines: each rule has a proof that is there, or the word "unproven", and
 something to tick off."""
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from megatron_rl.doctor.checks import CHECKS
 from tests.support import te
 
 ROOT = Path(__file__).parents[3]
-PAGES = (ROOT / "docs" / "engines" / "first-contact.md", ROOT / "docs" / "engines" / "rules.md")  # by a person, by the doctor
+PAGES = (
+    ROOT / "docs" / "engines" / "first-contact.md",
+    ROOT / "docs" / "engines" / "rules.md",
+)  # by a person, by the doctor
 HEADERS = [["rule", "relied on in", "proof", last] for last in ("on the first node", "doctor")]
 UNPROVEN = re.compile(r"\bunproven\b")
 WHEEL = re.compile(r"(?:wheel|sdist) `[a-z0-9-]+ \d[\w.+]*`")
