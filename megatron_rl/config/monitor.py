@@ -86,9 +86,9 @@ class AlarmRule(Section):
     metric: str
     """A metric by its name in metrics.jsonl. Steps without it do not count."""
     statistic: Statistic = "value"
-    """value: the metric. mean: its mean over the window. of_best: that mean over the highest one so far (nothing while
-    that is not above 0). of_start: the median of the window over the median of the run's first window. ratio: the
-    metric over the median of the window before it. slope: least-squares slope over
+    """value: the metric. mean: its mean over the window. of_best: that mean over the highest one so far, both above 0,
+    or above the lowest value so far where that is less (with a margin for noise). of_start: the median of the window
+    over the median of the run's first window. ratio: the metric over the median of the window before it. slope: least-squares slope over
     the window, per step. log_slope: the same of the metric's natural logarithm (0.01 = 1% a step). log_slope_lower:
     the lower end of that slope's 95% confidence interval. not_finite: 1 for NaN or infinity, else 0."""
     window: PositiveInt = 20
@@ -182,7 +182,10 @@ RHO_BOUNDS = {"fp32": 1e-3, "tf32": 0.1, "fp16": 0.1, "bf16": 0.3, "fp8": 0.5, "
 LEVELS = (
     AlarmRule(name="no-signal", metric="groups/no_signal_frac", above=0.999, for_steps=5),
     AlarmRule(name="no-gradient", metric="actor/grad_norm", below=1e-12, for_steps=5),
+    AlarmRule(name="no-rate", metric="actor/lr", statistic="of_best", window=1, below=1e-6, for_steps=5),
+    AlarmRule(name="gradient-jump", metric="actor/grad_norm", statistic="of_start", window=5, above=30.0),
     AlarmRule(name="reward-drop", metric="critic/rewards/mean", statistic="of_best", window=10, below=0.7),
+    AlarmRule(name="reward-break", metric="critic/rewards/mean", statistic="of_best", window=3, below=0.5),
     AlarmRule(name="held-out-drop", metric="val/reward/mean", statistic="of_best", window=2, below=0.75),
     AlarmRule(name="mismatch-surge", metric="mismatch/rho_std", statistic="of_start", window=10, above=8.0),
     AlarmRule(name="update-size", metric="noise/relative_update", statistic="mean", window=3, above=0.003),

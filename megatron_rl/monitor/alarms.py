@@ -14,11 +14,12 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from megatron_rl.config.monitor import Action, AlarmRule
+from megatron_rl.config.monitor import Action, AlarmRule, level_rules
 from megatron_rl.errors import InputError
 from megatron_rl.monitor.run_directory import decode_line
 
@@ -122,6 +123,7 @@ class _RuleState:
         self.onset = 0  # see AlarmEvent; meaningful while held > 0
         self.statistic = math.nan
         self.mark: float | None = None  # of_best: the highest mean so far; of_start: the median of the first window
+        self.lowest = math.inf  # of_best: the lowest value so far
 
     def observe(self, step: int, value: float) -> bool:
         """Add one value and return whether the rule goes off now."""
@@ -172,6 +174,7 @@ class _RuleState:
     def _level(self, step: int, value: float) -> float:
         """The window's mean or median, held against what `mark` remembers of the run."""
         self.points.append((float(step), value))
+        self.lowest = min(self.lowest, value)
         if len(self.points) < self.rule.window:
             return math.nan
         values = [value for _, value in self.points]
@@ -183,6 +186,8 @@ class _RuleState:
             if self.rule.statistic == "mean":
                 return level
             self.mark = level if self.mark is None else max(self.mark, level)
+            bottom = bottom_of(self.lowest, values)
+            return (level - bottom) / (self.mark - bottom) if self.mark > bottom else math.nan
         return level / self.mark if self.mark > 0 else math.nan
 
     def _looks_back(self) -> bool:
@@ -197,6 +202,15 @@ class _RuleState:
             return f"{rule.metric} is not finite"
         sign, bound = (">", rule.above) if rule.above is not None else ("<", rule.below)
         return f"{what} = {self.statistic:.4g} {sign} {bound:g} for {self.held} steps"
+
+
+def bottom_of(lowest: float, values: Sequence[float]) -> float:
+    """The value that counts as nothing of a metric: 0, or a little below its ``lowest`` value where that is less.
+
+    A little: three times what it moves from one of ``values`` to the next, so that noise is no fall.
+    """
+    moves = [abs(later - earlier) for earlier, later in pairwise(values)]
+    return min(0.0, lowest - 3.0 * median(moves)) if moves else min(0.0, lowest)
 
 
 # Rules that every run has. A rule of the same name in the recipe replaces the built-in one.
@@ -217,6 +231,16 @@ class Alarms:
         added = [_RuleState(rule, once=rule in first) for rule in (*built_in, *first) if rule.name not in recipe_names]
         self._rules = [*(_RuleState(rule) for rule in rules), *added]
         self._silent = {state.rule.name for state in added}
+
+    @classmethod
+    def of(cls, recipe: Mapping[str, Any]) -> Alarms:
+        """The rules that are in force in a run of ``recipe`` (plain values): its own, `BUILT_IN`, those on levels."""
+        return cls(own_rules(recipe), (*BUILT_IN, *level_rules(recipe)))
+
+    @property
+    def rules(self) -> list[AlarmRule]:
+        """All rules, the recipe's own first."""
+        return [state.rule for state in self._rules]
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[AlarmEvent]:
         """Return the rules that go off at ``step``. A rule whose metric is absent keeps its state."""
@@ -244,6 +268,7 @@ class Alarms:
                 "onset": s.onset,
                 "points": [list(point) for point in s.points],
                 "mark": s.mark,
+                "lowest": None if math.isinf(s.lowest) else s.lowest,
             }
             for s in self._rules
         }
@@ -256,7 +281,34 @@ class Alarms:
                 saved = state[rule.rule.name]
                 rule.held, rule.mark = saved["held"], saved.get("mark")
                 rule.onset = saved.get("onset", 0)
+                rule.lowest = math.inf if saved.get("lowest") is None else saved["lowest"]
                 rule.points = deque((tuple(point) for point in saved["points"]), maxlen=rule.rule.window)
+
+
+def own_rules(recipe: Mapping[str, Any]) -> list[AlarmRule]:
+    """`monitor.alarms` of a recipe as plain values."""
+    return [AlarmRule.model_validate(rule) for rule in (recipe.get("monitor") or {}).get("alarms") or ()]
+
+
+REWARD, HELD_OUT = "critic/rewards/mean", "val/reward/mean"
+_SMALL = 0.5  # k3 above this is no longer half the variance of rho
+
+
+def completed(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """Return ``records`` with what follows from their metrics where none has it.
+
+    The reward is the score, where a log has that alone. The spread of rho is sqrt(2 k3): k3 = E(rho - 1 - log rho) is
+    half its variance where both are small.
+    """
+    rows = [dict(record) for record in records]
+    names = {name for row in rows for name in row}
+    for row in rows:
+        if REWARD not in names and "critic/score/mean" in row:
+            row[REWARD] = row["critic/score/mean"]
+        k3 = row.get("rollout_corr/k3_kl", math.nan)
+        if "mismatch/rho_std" not in names and 0 <= k3 < _SMALL:
+            row["mismatch/rho_std"] = math.sqrt(2 * k3)
+    return rows
 
 
 MAX_UNPACKED = 256 << 20  # bytes: a small file can unpack to anything
@@ -308,11 +360,11 @@ def distinct(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
 class CollapseRule:
     """When a run counts as collapsed.
 
-    It collapses at the first step from which the smoothed metric stays, for ``hold`` observations, at or below
-    (1 − drop) times the highest smoothed value before. Smoothing is the median of ``smoothing`` observations.
+    It collapses at the first step from which the smoothed metric has lost, for ``hold`` observations, ``drop`` of its
+    range: of the highest smoothed value before over `bottom_of`. Smoothing is the median of ``smoothing`` observations.
     """
 
-    metric: str = "critic/rewards/mean"
+    metric: str = REWARD
     drop: float = 0.5
     hold: int = 5
     smoothing: int = 5
@@ -328,14 +380,18 @@ def collapse_step(records: Sequence[Mapping[str, float]], rule: CollapseRule) ->
     finite = [value for _, value in values if math.isfinite(value)]
     if not finite:
         return None
-    peak, low_since, low_count, recent = -math.inf, None, 0, []
-    for step, value in values:
+    peak, lowest, low_since, low_count, recent = -math.inf, math.inf, None, 0, []
+    for number, (step, value) in enumerate(values):
+        lowest = min(lowest, value if math.isfinite(value) else min(finite))
         recent = [*recent, value if math.isfinite(value) else min(finite)][-rule.smoothing :]
         if len(recent) < rule.smoothing:
             continue
         smoothed = median(recent)
         peak = max(peak, smoothed)
-        if peak > 0 and smoothed <= (1.0 - rule.drop) * peak:
+        bottom = min(0.0, lowest)
+        if bottom < 0:
+            bottom = bottom_of(lowest, [v for _, v in values[max(0, number - 20) : number + 1] if math.isfinite(v)])
+        if peak > bottom and smoothed - bottom <= (1.0 - rule.drop) * (peak - bottom):
             low_since, low_count = (step, 1) if low_since is None else (low_since, low_count + 1)
             if low_count >= rule.hold:
                 return low_since
@@ -358,11 +414,11 @@ class RuleScore:
 def score_run(
     records: Sequence[Mapping[str, float]], rules: Sequence[AlarmRule], rule: CollapseRule, horizon: int
 ) -> list[RuleScore]:
-    """Replay ``rules`` over a run and return a score per rule.
+    """Replay ``rules`` over a run and return a score per rule. A collapse is that of `first_collapse`.
 
     A warning within ``horizon`` steps before the collapse is right, one after it does not count, any other is false.
     """
-    collapse, alarms = collapse_step(records, rule), Alarms(rules)
+    collapse, alarms = first_collapse(records, rule), Alarms(rules)
     fired: dict[str, list[int]] = {r.name: [] for r in rules}
     for record in records:
         for event in alarms.observe(int(record["step"]), record):
@@ -376,7 +432,6 @@ def score_run(
     return scores
 
 
-HELD_OUT = "val/reward/mean"
 HEALTHY_DROP = 1 / 3  # a run whose reward fell by this much for as long is neither healthy nor collapsed
 
 
@@ -412,6 +467,25 @@ def first_collapse(records: Sequence[Mapping[str, float]], rule: CollapseRule) -
     held_out = CollapseRule(HELD_OUT, rule.drop, hold=2, smoothing=1)
     collapses = [step for r in (rule, held_out) if (step := collapse_step(records, r)) is not None]
     return min(collapses, default=None)
+
+
+def learned_by_heart(records: Sequence[Mapping[str, float]]) -> int | None:
+    """The step from which two validations are below 0.8 of the best two so far, while the training reward of ten steps
+    is at least 0.95 of its best; None where there is none.
+    """
+    held_out, trained, best, best_trained = [], [], -math.inf, -math.inf
+    for record in records:
+        if math.isfinite(record.get(REWARD, math.nan)):
+            trained = [*trained, record[REWARD]][-10:]
+        if len(trained) == 10:
+            best_trained = max(best_trained, sum(trained) / 10)
+        if math.isfinite(record.get(HELD_OUT, math.nan)):
+            held_out = [*held_out, record[HELD_OUT]][-2:]
+            level = sum(held_out) / len(held_out)
+            best = max(best, level) if len(held_out) == 2 else best
+            if level < 0.8 * best and len(trained) == 10 and sum(trained) / 10 >= 0.95 * best_trained > 0:
+                return int(record["step"])
+    return None
 
 
 def score_set(runs: Sequence[tuple[RecordedRun, Sequence[AlarmRule]]], rule: CollapseRule) -> SetScore:

@@ -385,14 +385,18 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def write_environment(
-    path: Path, patches: Mapping[str, Any] | None = None, identity: Mapping[str, Any] | None = None
+    path: Path,
+    patches: Mapping[str, Any] | None = None,
+    identity: Mapping[str, Any] | None = None,
+    step: int | None = None,
 ) -> dict[str, Any]:
     """Write this process's environment to ``path`` and return it.
 
-    ``patches``: the applied patches per upstream. ``identity``: fingerprints of the files that the recipe names. A
-    resumed run appends its environment to the list `resumed` of the file.
+    ``patches``: the applied patches per upstream. ``identity``: fingerprints of the files that the recipe names.
+    ``step``: the first that the process makes. A resumed run appends its environment to the list `resumed` of the file.
     """
     current = {
+        "step": step,
         "python": sys.version.split()[0],
         "arguments": [without_login(argument) for argument in sys.argv],
         "versions": package_versions(),

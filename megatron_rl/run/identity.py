@@ -317,13 +317,17 @@ def recipe_in_force(directory: RunDirectory, step: int) -> Path:
     """The file of the recipe that the run made ``step`` with: the newest that was in force from that step or earlier
     on. The resolved recipe of a run that kept none.
     """
-    newest = directory.recipe
+    return next((path for start, path in reversed(recipes_of(directory)) if start <= step), directory.recipe)
+
+
+def recipes_of(directory: RunDirectory) -> list[tuple[int, Path]]:
+    """The recipes that the run kept, each with the step from which it was in force, the first one first."""
+    found = []
     for path in directory.kept_recipes():
         with path.open(encoding="utf-8") as file:
             start = _FROM_STEP.match(file.readline())
-        if start is not None and int(start[1]) <= step:
-            newest = path
-    return newest
+        found += [] if start is None else [(int(start[1]), path)]
+    return found
 
 
 def _keep(directory: RunDirectory, number: int, step: int, text: str) -> Path:

@@ -269,7 +269,7 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
         if is_main:
             directory.done.unlink(missing_ok=True)  # a complete run that goes on
             keep_recipe(directory, recipe, beginning.step)
-            write_environment(directory.environment, applied_patches(), beginning.contents)
+            write_environment(directory.environment, applied_patches(), beginning.contents, beginning.step)
         stop = StopRequest(directory.root)
         waits_at_start = recipe.rollout.engine == "vllm_server"  # the other engines' starts cannot be interrupted
         if waits_at_start:

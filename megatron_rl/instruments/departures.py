@@ -1,0 +1,134 @@
+"""When each metric of a run left what it was in the run's own healthy stretch.
+
+A metric departs at the first step from which three records in a row are outside of everything before: further from the
+trend of the records before than any but the furthest of these was. A trend may excuse a value and never accuses one:
+entropy that falls as the policy learns has not departed, and neither has entropy that stops falling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+from typing import Literal
+
+Records = Sequence[Mapping[str, float]]
+
+BEFORE = 4  # records that a metric needs before a departure
+AFTER = 3  # and from it on; two where the log ends
+BASELINE = 12  # newest records before a departure that it is held against
+OUTSIDE = 1.5  # times the distance from the trend that the records before had
+
+
+@dataclass(frozen=True)
+class Change:
+    """A metric's level is another from ``step`` on. ``before``, ``after``: medians on both sides.
+
+    ``margin``: how far it went, over the distance from which it counts.
+    """
+
+    metric: str
+    step: int
+    before: float
+    after: float
+    margin: float = 1.0
+
+    @property
+    def goes_up(self) -> bool:
+        """Whether the later level is the higher one."""
+        return self.after > self.before
+
+
+@dataclass(frozen=True)
+class Watched:
+    """How a metric tells of trouble. ``direction``: 1 up, -1 down, 0 either way.
+
+    ``least``: the smallest departure: a factor (scale "factor"), a difference ("share"), or a part of the largest
+    value ("level"). ``drifts``: learning moves it.
+    """
+
+    direction: int
+    scale: Literal["factor", "share", "level"] = "factor"
+    least: float = 1.5
+    drifts: bool = False
+
+
+# The order is that of causes before effects: it decides nothing, and ties are told as ties.
+WATCHED = {
+    "actor/lr": Watched(0, drifts=True),
+    "rollout/staleness_mean": Watched(1, "level", 0.5),
+    "mismatch/rho_std": Watched(1, least=4.0),
+    "router/agree_frac": Watched(-1, "share", 0.05),
+    "critic/rewards/mean": Watched(-1, "level", 0.25),
+    "critic/score/mean": Watched(-1, "level", 0.25),
+    "val/reward/mean": Watched(-1, "level", 0.25),
+    "groups/no_signal_frac": Watched(1, "share", 0.3, drifts=True),
+    "actor/ppo_kl": Watched(1, least=2.0),
+    "actor/pg_clipfrac": Watched(1, "share", 0.1),
+    "actor/grad_norm": Watched(0, least=2.0, drifts=True),
+    "actor/entropy": Watched(0, drifts=True),
+    "noise/relative_update": Watched(0),
+    "actor/update_skipped": Watched(1, "share", 0.2),
+    "response_length/mean": Watched(0, drifts=True),
+    "response_length/clip_ratio": Watched(1, "share", 0.1),
+    "response/repetition_frac": Watched(1, "share", 0.1),
+}
+
+
+def trend(values: Sequence[float]) -> float:
+    """The median of the slopes between all pairs of ``values`` (Theil and Sen); 0 for fewer than three."""
+    pairs = combinations(range(len(values)), 2)
+    return median((values[j] - values[i]) / (j - i) for i, j in pairs) if len(values) > 2 else 0.0
+
+
+def departure(
+    metric: str, steps: Sequence[int], values: Sequence[float], first: int, last: int, watched: Watched | None = None
+) -> Change | None:
+    """The earliest departure of a series from step ``first`` to ``last``; None where there is none.
+
+    Values that are not finite count as larger than every other.
+    """
+    watched = watched or WATCHED[metric]
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return None
+    top = max(known)
+    x = [value if math.isfinite(value) else top + abs(top) + 1.0 for value in map(float, values)]
+    least = watched.least * (max(map(abs, known)) if watched.scale == "level" else 1.0)
+    y = x
+    if watched.scale == "factor":
+        positive = [value for value in x if value > 0]
+        if not positive:
+            return None
+        y, least = [math.log(max(value, min(positive) / watched.least)) for value in x], math.log(watched.least)
+    for at in range(BEFORE, len(y) - 1):
+        if first <= steps[at] <= last and least > 0 and (margin := _margin(y, at, least, watched)):
+            before, after = median(x[max(0, at - BASELINE) : at]), median(x[at : at + 2 * AFTER])
+            return Change(metric, int(steps[at]), before, after, margin)
+    return None
+
+
+def _margin(y: Sequence[float], at: int, least: float, watched: Watched) -> float:
+    """How far outside the records from ``at`` on are, over the least distance that counts; 0 where they are not."""
+    base, later = y[max(0, at - BASELINE) : at], y[at : at + AFTER]
+    slope = trend(base) if watched.drifts else 0.0
+    middle, center = (len(base) - 1) / 2, median(base)
+    distances = sorted(abs(value - center - slope * (place - middle)) for place, value in enumerate(base))
+    least = max(least, OUTSIDE * (distances[-2] if len(base) > BEFORE + 1 else distances[-1]))
+    level = median(base[-BEFORE - 2 :])
+    expected = sorted((level, level + slope * (BEFORE + AFTER) / 1.5))
+    up, down = min(later) - expected[1], expected[0] - max(later)
+    outside = up if watched.direction > 0 else down if watched.direction < 0 else max(up, down)
+    return outside / least if outside > least else 0.0
+
+
+def departures(records: Records, first: int, last: int) -> tuple[Change, ...]:
+    """The departures of all watched metrics from step ``first`` to ``last``, the earliest first."""
+    found = []
+    for metric in WATCHED:
+        rows = [(int(record["step"]), float(record[metric])) for record in records if metric in record]
+        change = departure(metric, *zip(*rows, strict=True), first, last) if rows else None
+        found += [] if change is None else [change]
+    return tuple(sorted(found, key=lambda change: change.step))
