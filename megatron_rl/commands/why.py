@@ -21,7 +21,18 @@ from megatron_rl.config import yaml12
 from megatron_rl.config.monitor import AlarmRule, MonitorConfig, level_rules
 from megatron_rl.errors import EXIT_DONE, InputError, printable
 from megatron_rl.monitor import RunDirectory
-from megatron_rl.monitor.alarms import CollapseRule, RuleScore, SetScore, distinct, read_packed, score_run, score_set
+from megatron_rl.monitor.alarms import (
+    Alarms,
+    CollapseRule,
+    RuleScore,
+    SetScore,
+    completed,
+    distinct,
+    own_rules,
+    read_packed,
+    score_run,
+    score_set,
+)
 
 if TYPE_CHECKING:
     from megatron_rl.instruments.branch.plan import Branch
@@ -30,24 +41,30 @@ if TYPE_CHECKING:
 
 def add_why(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="Read this run directory, or another project's log.")
+    parser.add_argument(
+        "--against", type=Path, metavar="GOOD", help="Print in what RUN differs from this run: keys, versions, curves."
+    )
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a page.")
     add_overrides(parser)
 
 
 def run_why(options: argparse.Namespace) -> int:
-    """Say when a run left its baselines, what went first, and which causes are suspected.
+    """Say what changed in a run, when its metrics left their healthy stretch, and which causes fit.
 
         megatron-rl run why runs/my-run [--json]
+        megatron-rl run why runs/my-run --against runs/good
         megatron-rl run why tensorboard_log/my-project/my-run [--set batch.minibatches=4]
 
-    Reads metrics.jsonl and the resolved recipe, or a log of verl, slime, miles, NeMo-RL, prime-rl or TRL (TensorBoard,
-    W&B offline, MLflow, JSON lines, CSV). For such a log it names the rules and suspects that lack their metric; --set
-    gives keys of the recipe that a log does not have (docs/coming-from.md).
+    Reads metrics.jsonl, the recipes and environments that the run kept, or a log of verl, slime, miles, NeMo-RL,
+    prime-rl or TRL (TensorBoard, W&B, MLflow, JSON, CSV, console). For such a log it names the rules and suspects that
+    lack their metric; --set gives keys of the recipe that a log does not have (docs/coming-from.md).
 
-    Signs are alarms (the recipe's, and those on levels that every run has) and a collapse of the reward. A suspect's
-    number is held against a value that healthy runs have. The page says what speaks for it and against it, and prints
-    the command of a run without it. A run without a sign has no suspects.
+    Signs are the alarms in force and a collapse of the reward. What somebody changed before the first sign comes first,
+    then causes whose own measure departed in time. Where none fits the page says so. A run without a sign has no
+    suspects. --against compares with a run of megatron-rl: keys, files, versions, and curves in the order in which they
+    part.
     """
+    from megatron_rl.instruments.changed import comparison, history_of
     from megatron_rl.instruments.foreign.read import read_run
     from megatron_rl.instruments.why import begins_at_start, find, page
 
@@ -57,29 +74,37 @@ def run_why(options: argparse.Namespace) -> int:
         raise InputError(f"{options.run}: no step is recorded yet")
     if run.is_own and options.overrides:
         raise InputError("--set: a run of megatron-rl has its recipe; --set is for logs of other projects")
+    if options.against is not None:
+        good = read_run(options.against)
+        if not (run.is_own and good.is_own):
+            raise InputError("--against: both runs must be run directories of megatron-rl")
+        there = options.against.parent if options.against.is_file() else options.against
+        print(printable("\n".join(comparison(RunDirectory(folder), RunDirectory(there), run.records, good.records))))
+        return EXIT_DONE
     recipe = read_recipe(RunDirectory(folder).recipe) if run.is_own else recipe_of_overrides(options.overrides)
-    finding = find(str(folder), run.records, recipe)
+    history = history_of(RunDirectory(folder), run.records) if run.is_own else ()
+    finding = find(str(folder), run.records, recipe, history)
+    lacks = {} if run.is_own else lacking(run, recipe)
     if options.json:
-        print(json.dumps(finding.as_json() | ({} if run.is_own else lacking(run, recipe)), indent=2))
+        print(json.dumps(finding.as_json() | lacks, indent=2))
         return EXIT_DONE
     from_start = run.is_own and begins_at_start(finding, folder)
     print(printable("\n".join([*run.source_lines(), page(finding, folder if run.is_own else None, from_start)])))
-    if not run.is_own:
-        for title, blind in lacking(run, recipe)["lacks"].items():
-            print(f"\n{title} that see nothing in this log:" if blind else f"\nall {title} see what they need")
-            for name, what in blind.items():
-                print(f"  {name:<20}needs {what}")
+    for title, blind in lacks.get("lacks", {}).items():
+        print(f"\n{title} that see nothing in this log:" if blind else f"\nall {title} see what they need")
+        for name, what in blind.items():
+            print(f"  {name:<20}needs {what}")
     return EXIT_DONE
 
 
 def lacking(run: Run, recipe: dict[str, Any]) -> dict[str, Any]:
     """What the log of another project was read from, and what it lacks."""
-    from megatron_rl.instruments.foreign.read import blind_rules, blind_suspects
+    from megatron_rl.instruments.causes import blind as blind_causes
+    from megatron_rl.instruments.foreign.read import blind_rules
 
-    lacks = {
-        "rules": blind_rules(run.records, level_rules(recipe)),
-        "suspects": blind_suspects(run.records, recipe),
-    }
+    records = completed(run.records)
+    rules = Alarms(own_rules(recipe), level_rules(recipe)).rules
+    lacks = {"rules": blind_rules(records, rules), "suspects": blind_causes(records, recipe)}
     return {
         "log": run.source_lines(),
         "read": {our: list(theirs) for our, theirs in run.sources.items()},
@@ -340,11 +365,11 @@ def run_score_alarms(options: argparse.Namespace) -> int:
         megatron-rl run score-alarms RUN [RUN ...] [--rules FILE] [--metric NAME] [--drop 0.5] [--horizon 200] [--json]
 
     RUN is a run directory (or its metrics.jsonl), or a log of verl, slime, miles, NeMo-RL, prime-rl or TRL
-    (docs/coming-from.md). The rules are those of --rules (a recipe, or a YAML list of rules), else those of each run's
-    own recipe.resolved.yaml; a log of another project has the rules on levels. RUN may also be a file of packed runs
-    (docs/lab/runs/*.xz): without --rules its runs get the rules on levels that every run has, and the table has the two
-    halves on which those were set and judged. A collapse is the first step from which the metric (median of 5) stays 5
-    steps at or below (1 - drop) of its highest value so far. A rule that goes off within --horizon steps before it was
+    (docs/coming-from.md). The rules are those of --rules (a recipe, or a YAML list of rules), else those that were in
+    force in each run: its recipe's, the built-in ones and those on levels; a log of another project has the last. RUN
+    may also be a file of packed runs (docs/lab/runs/*.xz); the table then has the two halves on which the rules on
+    levels were set and judged. A collapse is the first step from which the metric (median of 5) has lost, for 5 steps,
+    the share --drop of its range, or two validations have. A rule that goes off within --horizon steps before it was
     right; earlier, or in a run that never collapses, it was false.
     """
     from megatron_rl.instruments.foreign.read import read_run
@@ -356,7 +381,7 @@ def run_score_alarms(options: argparse.Namespace) -> int:
         if path in packed:
             continue
         run = read_run(path)
-        scores[str(path)] = score_run(run.records, rules_of(run, options.rules), rule, options.horizon)
+        scores[str(path)] = score_run(completed(run.records), rules_of(run, options.rules), rule, options.horizon)
         logs += [] if run.is_own else [run]
     halves = score_packed(packed, options.rules, rule) if packed else {}
     if options.json:
@@ -377,12 +402,12 @@ def run_score_alarms(options: argparse.Namespace) -> int:
 
 
 def rules_of(run: Run, given: Path | None) -> list[AlarmRule]:
-    """The rules of ``given``, else the run's own; for a log of another project those on levels."""
+    """The rules of ``given``, else those in force in the run; for a log of another project those on levels."""
     if given is not None:
         return read_rules(given)
     if not run.is_own:
         return level_rules({})
-    return read_rules((run.path.parent if run.path.is_file() else run.path) / "recipe.resolved.yaml")
+    return Alarms.of(read_recipe((run.path.parent if run.path.is_file() else run.path) / "recipe.resolved.yaml")).rules
 
 
 def blind(logs: list[Run], given: Path | None) -> dict[str, dict[str, str]]:
@@ -396,7 +421,7 @@ def score_packed(files: list[Path], rules: Path | None, rule: CollapseRule) -> d
     """The two halves of the runs in ``files``, each distinct run once, and the score of the rules on each."""
     runs = distinct([run for file in files for run in read_packed(file)])
     own = read_rules(rules) if rules else None
-    judged = [(run, level_rules(run.recipe) if own is None else own) for run in runs]
+    judged = [(run, Alarms.of(run.recipe).rules if own is None else own) for run in runs]
     return {half: score_set([pair for pair in judged if pair[0].half == half], rule) for half in ("set", "judge")}
 
 
@@ -423,7 +448,7 @@ def read_rules(path: Path) -> list[AlarmRule]:
         raise InputError(f"{path}: not valid YAML: {error}") from error
     document = document or {}
     alarms = document if isinstance(document, list) else (document.get("monitor") or {}).get("alarms")
-    if not alarms:
+    if alarms is None:
         raise InputError(f"{path}: no rules; expected a list of rules, or a recipe with monitor.alarms")
     try:
         return MonitorConfig(alarms=alarms).alarms

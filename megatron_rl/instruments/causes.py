@@ -446,8 +446,8 @@ CAUSES = (
         "model.path data.prompt data.train",
         _jump,
         needs=("actor/entropy",),
-        apart="`megatron-rl eval` of a checkpoint before and one after that step: a lower reward means weights, an equal "
-        "one means prompts",
+        apart="`megatron-rl eval` of a checkpoint before and one after that step: a lower reward means weights, an "
+        "equal one means prompts",
     ),
     Cause(
         "no signal",

@@ -69,8 +69,8 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], step: int | Non
             continue
         if change.key in sections:
             change = Change(change.key, _at(old, change.key), _at(new, change.key))
-        is_strong = (
-            (change.key in decided and not _matches(change.key, ("validation.*",))) or _matches(change.key, LEARNS)
+        is_strong = (change.key in decided and not _matches(change.key, ("validation.*",))) or _matches(
+            change.key, LEARNS
         )
         weight = "strong" if is_strong else "none" if _matches(change.key, INERT) else "weak"
         events.append(Event(step, "recipe", change.key, change.old, change.new, weight))

@@ -1,4 +1,4 @@
-"""Finds the logs below a path and reads them: TensorBoard, W&B offline, MLflow, JSON lines, JSON, CSV.
+"""Finds the logs below a path and reads them: TensorBoard, W&B offline, MLflow, JSON lines, JSON, CSV, console.
 
 Each becomes a `Log` of points (name, step, value) under the names that the project gave them.
 
@@ -8,9 +8,11 @@ read without the client, whose reader has changed places between versions; the f
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
 import math
+import re
 import sqlite3
 import struct
 import zlib
@@ -179,10 +181,11 @@ STEP_KEYS = (
     "Step",
     "_step",
 )
+_TEXTS = ("Name", "State", "Created", "Runtime")  # columns of W&B's tables of runs
 DEPTH = 5  # folders below the one that was given: mlruns/EXPERIMENT/RUN/metrics, prime-rl's runs
 EXPECTED = (
     "a run directory of megatron-rl, or a log of verl, slime, miles, NeMo-RL, prime-rl or TRL: events.out.tfevents.*, "
-    "run-*.wandb, a run's folder in mlruns, mlflow.db, trainer_state.json, *.jsonl or *.csv"
+    "run-*.wandb, a run's folder in mlruns, mlflow.db, trainer_state.json, *.json, *.jsonl, *.csv, or what a run printed"
 )
 _LARGEST = 1.7976931348623157e308  # MLflow's databases have it for infinity
 
@@ -283,6 +286,8 @@ def _read_file(file: Path) -> list[Log]:
             return [Log("JSON", file, _points(_history_of(file), file))]
         if file.suffix == ".jsonl":
             return [Log("JSON lines", file, _points(_json_lines(file), file))]
+        if rows := _printed(file):
+            return [Log("console", file, _points(rows, file))]
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file}: cannot be read ({error})") from error
     raise InputError(f"{file}: not a log that is known; expected {EXPECTED}")
@@ -360,22 +365,67 @@ def _json_lines(file: Path) -> list[Mapping[str, object]]:
 
 
 def _history_of(file: Path) -> list[Mapping[str, object]]:
-    """`log_history` of a trainer_state.json."""
+    """The rows of a JSON file: a list of them, or `log_history` of a trainer_state.json."""
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: not valid JSON ({error})") from error
-    history = state.get("log_history") if isinstance(state, dict) else None
+    history = state.get("log_history") if isinstance(state, dict) else state
     if not isinstance(history, list) or not all(isinstance(row, dict) for row in history):
-        raise InputError(f"{file}: no log_history; expected the trainer_state.json of a checkpoint")
+        raise InputError(
+            f"{file}: no log_history and no list of rows; expected the trainer_state.json of a checkpoint, or "
+            '[{"step": 1, "name": 0.5}, …]'
+        )
     return history
+
+
+# What runs print for a step: verl "step:12 - critic/score/mean:0.5 - …", slime and miles "rollout 3: {…}" and
+# "step 3: {…}", TRL "{'reward': 0.5, …}", which names no step.
+_VERL_LINE = re.compile(r"\bstep:(\d+) - (\S+:.*)")
+_DICT_LINE = re.compile(r"(?:\b(step|rollout|eval|perf) (\d+): *)?(\{'.*\})")
+_NUMBER = re.compile(r"[-+]?(?:nan|inf(?:inity)?|\d+\.?\d*(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?)(?![\w.])", re.IGNORECASE)
+
+
+def _printed(file: Path) -> list[Mapping[str, object]]:
+    """The steps in the output of a run. TRL's lines name no step: they are counted."""
+    rows: list[Mapping[str, object]] = []
+    counted = 0
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        if match := _VERL_LINE.search(line):
+            pairs = (part.rpartition(":") for part in match[2].split(" - "))
+            row = {name.strip(): _text_number(text) for name, _, text in pairs if name}
+            rows.append({"step": int(match[1])} | row)
+        elif match := _DICT_LINE.search(line):
+            row = _printed_dict(match[3])
+            if match[1]:
+                rows.append({"train/step" if match[1] == "step" else "rollout/step": int(match[2])} | row)
+            elif row.keys() & {"reward", "eval_reward"}:
+                counted += "reward" in row
+                rows.append({"step": counted} | row)
+    return rows
+
+
+def _printed_dict(text: str) -> dict[str, float]:
+    try:
+        row = ast.literal_eval(re.sub(r"(?<![\w'])(-?(?:nan|inf))(?![\w'])", r"'\1'", text))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return {}
+    return {str(name): number for name, value in row.items() if (number := _text_number(value)) is not None}
+
+
+def _text_number(value: object) -> float | None:
+    """Return the number that ``value`` is, or the text of: 0.5, "0.5", "np.float64(0.5)"."""
+    if not isinstance(value, str):
+        return number_of(value)
+    found = _NUMBER.findall(value.replace("float64", "").replace("float32", ""))
+    return float(found[0]) if len(found) == 1 else None
 
 
 def _points(rows: Iterable[Mapping[str, object]], file: Path) -> Points:
     """The numbers of ``rows``; the step is not one of them."""
     points: Points = []
     for count, row in enumerate(rows, start=1):
-        key = next((key for key in STEP_KEYS if key in row), None)
+        key = next((key for key in STEP_KEYS if row.get(key) is not None), None)
         step = number_of(row[key]) if key else None
         if step is None or not step.is_integer():
             keys = ", ".join(STEP_KEYS)
@@ -393,22 +443,20 @@ def _read_csv(file: Path) -> Points:
     head = [cell.strip() for cell in table[0]] if table else []
     if "Wall time" in head and "Value" in head:
         raise InputError(f"{file}: TensorBoard exports one metric without its name; give the event files")
-    column = next((head.index(key) for key in STEP_KEYS if key in head), None)
-    if column is None:
+    if not set(head) & set(STEP_KEYS):
         raise InputError(f"{file}: no column of steps; expected one of {', '.join(STEP_KEYS)} in its first line")
-    names = {at: name.rpartition(" - ")[2] for at, name in enumerate(head) if at != column}
-    names = {at: name for at, name in names.items() if name not in STEP_KEYS and not name.endswith(("__MIN", "__MAX"))}
-    if twice := [name for name in names.values() if list(names.values()).count(name) > 1]:
+    names = [name.rpartition(" - ")[2] for name in head]
+    kept = [at for at, name in enumerate(names) if name and not name.endswith(("__MIN", "__MAX"))]
+    if twice := [names[at] for at in kept if [names[other] for other in kept].count(names[at]) > 1]:
         raise InputError(f"{file}: {twice[0]} has several columns; export one run")
-    points: Points = []
+    rows = []
     for number, cells in enumerate(table[1:], start=2):
-        if not any(cells):
-            continue
-        try:
-            step = float(cells[column])
-            for at, name in names.items():
-                if at < len(cells) and cells[at].strip():
-                    points.append((name, int(step), float(cells[at])))
-        except (ValueError, IndexError, OverflowError) as error:
-            raise InputError(f"{file}, line {number}: {error}; expected numbers") from error
-    return points
+        row: dict[str, float] = {}
+        for at in (at for at in kept if at < len(cells) and cells[at].strip()):
+            try:
+                row[names[at]] = float(cells[at])
+            except ValueError as error:
+                if not names[at].startswith("_") and names[at] not in _TEXTS:
+                    raise InputError(f"{file}, line {number}: {error}; expected numbers") from error
+        rows += [row] if row else []
+    return _points(rows, file)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config.monitor import AlarmRule
 from megatron_rl.errors import InputError
@@ -243,16 +242,19 @@ PROJECTS = (
 )
 
 
+MARKS = 2  # names that tell whose log it is: one alone is also another project's
+
+
 def project_of(names: Iterable[str]) -> Project | None:
-    """The project whose marks ``names`` has, the one with the most of them; None where there is none."""
+    """The project of which ``names`` has the most marks, at least two; None where there is none, or two have as many."""
     present = set(names)
     if "perf/time/step" in present:  # ours, from a service: some names are verl's
         return None
     counts = {project.name: sum(mark in present for mark in project.marks) for project in PROJECTS}
     if counts["miles"]:
-        counts["slime"] = 0  # miles has all names of slime, and its own
-    best = max(PROJECTS, key=lambda project: counts[project.name])
-    return best if counts[best.name] else None
+        counts["miles"], counts["slime"] = counts["miles"] + counts["slime"], 0  # it has all names of slime
+    best, second = sorted(PROJECTS, key=lambda project: -counts[project.name])[:2]
+    return best if counts[best.name] >= MARKS and counts[best.name] > counts[second.name] else None
 
 
 Records = list[dict[str, float]]
@@ -308,7 +310,7 @@ def read_run(path: Path) -> Run:
     if project is None and not known:
         some = ", ".join(sorted({name for name, _, _ in points})[:8])
         raise InputError(
-            f"{path}: none of its metrics is known ({some} …); "
+            f"{path}: nothing tells whose log it is ({some} …): a known project has two of its names here; "
             "docs/coming-from.json has the names that are read, and a CSV with those of megatron-rl is read too"
         )
     return Run(path, records, project, logs[0].kind, sources, tuple(notes))
@@ -406,46 +408,7 @@ def _translated(row: Mapping[str, float], project: Project | None, sources: Mapp
     return values
 
 
-_MOVED = "actor/ppo_kl"
-# What a suspect of `why` is judged by: metrics, else keys of the recipe that --set can name.
-NEEDS = {
-    "learning rate": (("noise/relative_update", _MOVED), ()),
-    "updates a batch": ((), ("batch.minibatches",)),
-    "clip range": ((), ("objective.policy_term",)),
-    "staleness": (("rollout/staleness_mean",), ("rollout.max_staleness",)),
-    "rounding": (("mismatch/rho_std",), ()),
-    "overflow": (("actor/update_skipped",), ()),
-    "reward": (("groups/no_signal_frac", "critic/rewards/mean"), ()),
-    "data": (("val/reward/mean",), ()),
-    "length": (("response_length/mean",), ()),
-    "temperature": ((), ("rollout.temperature",)),
-    "routing": (("router/agree_frac",), ()),
-}
-
-
 def blind_rules(records: Sequence[Mapping[str, float]], rules: Sequence[AlarmRule]) -> dict[str, str]:
     """The rules that never see their metric in ``records``, each with the metric."""
     present = {name for record in records for name in record}
     return {rule.name: rule.metric for rule in rules if rule.metric not in present}
-
-
-def blind_suspects(records: Sequence[Mapping[str, float]], recipe: Mapping[str, Any]) -> dict[str, str]:
-    """The suspects of `why` that cannot be judged, each with what would be needed."""
-    present = {name for record in records for name in record}
-    if not any(record.get(_MOVED) for record in records):
-        present -= {_MOVED}  # with one update a batch it is always 0
-    blind = {}
-    for suspect, (metrics, keys) in NEEDS.items():
-        if not present & set(metrics) and not any(_has(recipe, key) for key in keys):
-            shown = (f"{metric} above 0" if metric == _MOVED else metric for metric in metrics)
-            blind[suspect] = " or ".join([*shown, *(f"--set {key}=…" for key in keys)])
-    return blind
-
-
-def _has(recipe: Mapping[str, Any], path: str) -> bool:
-    value: Any = recipe
-    for key in path.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            return False
-        value = value[key]
-    return True

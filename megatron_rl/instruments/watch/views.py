@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from megatron_rl.config.monitor import level_rules
 from megatron_rl.errors import InputError
+from megatron_rl.instruments.changed import history_of
 from megatron_rl.instruments.watch.run import WatchedRun, decimated, number, numbers
 from megatron_rl.instruments.why import find, page
 from megatron_rl.monitor.plots import PANELS, matching
@@ -361,7 +362,8 @@ def why(run: WatchedRun) -> dict[str, Any]:
     """Return the page of `run why`: what was seen, in order, and what may have caused it."""
     try:
         records = read_metrics(run.directory.root)
-        finding = find(run.label, records, run.recipe()) if records else None
+        history = history_of(run.directory, records)
+        finding = find(run.label, records, run.recipe(), history) if records else None
     except (InputError, ValidationError) as error:  # no run yet, or one that cannot be read
         return {"healthy": None, "text": printable(str(error))}
     if finding is None:
