@@ -88,9 +88,10 @@ class AlarmRule(Section):
     statistic: Statistic = "value"
     """value: the metric. mean: its mean over the window. of_best: that mean over the highest one so far, both above 0,
     or above the lowest value so far where that is less (with a margin for noise). of_start: the median of the window
-    over the median of the run's first window. ratio: the metric over the
-    median of the window before it. slope: least-squares slope over the window, per step. log_slope: the same of the metric's natural logarithm (0.01 = 1% a step). log_slope_lower:
-    the lower end of that slope's 95% confidence interval. not_finite: 1 for NaN or infinity, else 0."""
+    over the median of the run's first window. ratio: the metric over the median of the window before it. slope:
+    least-squares slope over the window, per step. log_slope: the same of the metric's natural logarithm (0.01 = 1% a
+    step). log_slope_lower: the lower end of that slope's 95% confidence interval. not_finite: 1 for NaN or infinity,
+    else 0."""
     window: PositiveInt = 20
     """Observations that a statistic other than value and not_finite looks at; until there are as many, it says
     nothing."""

@@ -112,7 +112,8 @@ def history_of(directory: RunDirectory, records: Records = ()) -> tuple[Event, .
 def _environment(old: Mapping[str, Any], new: Mapping[str, Any], step: int | None) -> list[Event]:
     events = []
     if "identity" in old and "identity" in new:
-        events = [Event(step, "file", c.key, c.old, c.new) for c in differences(old["identity"], new["identity"])]
+        files = differences(old["identity"], new["identity"])  # a file that is absent is another key of the recipe
+        events = [Event(step, "file", c.key, c.old, c.new) for c in files if ABSENT not in (c.old, c.new)]
     for change in differences(_starts(old), _starts(new)):
         if not any(part in change.key for part in IDLE) and ABSENT not in (change.old, change.new):
             events.append(Event(step, "environment", change.key, change.old, change.new, "weak"))

@@ -19,6 +19,7 @@ Records = Sequence[Mapping[str, float]]
 BEFORE = 4  # records that a metric needs before a departure
 AFTER = 3  # and from it on; two where the log ends
 BASELINE = 12  # newest records before a departure that it is held against
+SLOW = 6  # records before a departure that are left out where a metric moves slowly
 OUTSIDE = 1.5  # times the distance from the trend that the records before had
 
 
@@ -104,7 +105,14 @@ def departure(
             return None
         y, least = [math.log(max(value, min(positive) / watched.least)) for value in x], math.log(watched.least)
     for at in range(BEFORE, len(y) - 1):
-        if first <= steps[at] <= last and least > 0 and (margin := _margin(y, at, least, watched)):
+        if not (first <= steps[at] <= last and least > 0):
+            continue
+        margin = _margin(y, at, least, watched)
+        if (
+            not margin and not watched.drifts and at >= BEFORE + SLOW
+        ):  # a slow fall is within reach of its newest records
+            margin = _margin([*y[: at - SLOW], *y[at:]], at - SLOW, least, watched)
+        if margin:
             before, after = median(x[max(0, at - BASELINE) : at]), median(x[at : at + 2 * AFTER])
             return Change(metric, int(steps[at]), before, after, margin)
     return None

@@ -14,7 +14,6 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -124,6 +123,7 @@ class _RuleState:
         self.statistic = math.nan
         self.mark: float | None = None  # of_best: the highest mean so far; of_start: the median of the first window
         self.lowest = math.inf  # of_best: the lowest value so far
+        self.moves: deque[float] = deque(maxlen=MOVES)  # of_best: what it moved from one value to the next
 
     def observe(self, step: int, value: float) -> bool:
         """Add one value and return whether the rule goes off now."""
@@ -173,6 +173,7 @@ class _RuleState:
 
     def _level(self, step: int, value: float) -> float:
         """The window's mean or median, held against what `mark` remembers of the run."""
+        self.moves.extend([abs(value - self.points[-1][1])] if self.points else ())
         self.points.append((float(step), value))
         self.lowest = min(self.lowest, value)
         if len(self.points) < self.rule.window:
@@ -186,7 +187,7 @@ class _RuleState:
             if self.rule.statistic == "mean":
                 return level
             self.mark = level if self.mark is None else max(self.mark, level)
-            bottom = bottom_of(self.lowest, values)
+            bottom = bottom_of(self.lowest, self.moves)
             return (level - bottom) / (self.mark - bottom) if self.mark > bottom else math.nan
         return level / self.mark if self.mark > 0 else math.nan
 
@@ -204,13 +205,15 @@ class _RuleState:
         return f"{what} = {self.statistic:.4g} {sign} {bound:g} for {self.held} steps"
 
 
-def bottom_of(lowest: float, values: Sequence[float]) -> float:
+MOVES = 20  # newest moves of a metric that say how noisy it is
+
+
+def bottom_of(lowest: float, moves: Sequence[float]) -> float:
     """The value that counts as nothing of a metric: 0, or a little below its ``lowest`` value where that is less.
 
-    A little: three times what it moves from one of ``values`` to the next, so that noise is no fall.
+    A little: three times the median of ``moves`` from one value to the next, so that noise is no fall.
     """
-    moves = [abs(later - earlier) for earlier, later in pairwise(values)]
-    return min(0.0, lowest - 3.0 * median(moves)) if moves else min(0.0, lowest)
+    return min(0.0, lowest - 3.0 * median(moves) if lowest < 0 and moves else lowest)
 
 
 # Rules that every run has. A rule of the same name in the recipe replaces the built-in one.
@@ -268,6 +271,7 @@ class Alarms:
                 "onset": s.onset,
                 "points": [list(point) for point in s.points],
                 "mark": s.mark,
+                "moves": list(s.moves),
                 "lowest": None if math.isinf(s.lowest) else s.lowest,
             }
             for s in self._rules
@@ -281,6 +285,7 @@ class Alarms:
                 saved = state[rule.rule.name]
                 rule.held, rule.mark = saved["held"], saved.get("mark")
                 rule.onset = saved.get("onset", 0)
+                rule.moves = deque(saved.get("moves", ()), maxlen=MOVES)
                 rule.lowest = math.inf if saved.get("lowest") is None else saved["lowest"]
                 rule.points = deque((tuple(point) for point in saved["points"]), maxlen=rule.rule.window)
 
@@ -381,16 +386,17 @@ def collapse_step(records: Sequence[Mapping[str, float]], rule: CollapseRule) ->
     if not finite:
         return None
     peak, lowest, low_since, low_count, recent = -math.inf, math.inf, None, 0, []
-    for number, (step, value) in enumerate(values):
-        lowest = min(lowest, value if math.isfinite(value) else min(finite))
-        recent = [*recent, value if math.isfinite(value) else min(finite)][-rule.smoothing :]
+    moves: deque[float] = deque(maxlen=MOVES)
+    for step, value in values:
+        value = value if math.isfinite(value) else min(finite)
+        lowest = min(lowest, value)
+        moves.extend([abs(value - recent[-1])] if recent else ())
+        recent = [*recent, value][-rule.smoothing :]
         if len(recent) < rule.smoothing:
             continue
         smoothed = median(recent)
         peak = max(peak, smoothed)
-        bottom = min(0.0, lowest)
-        if bottom < 0:
-            bottom = bottom_of(lowest, [v for _, v in values[max(0, number - 20) : number + 1] if math.isfinite(v)])
+        bottom = bottom_of(lowest, moves)
         if peak > bottom and smoothed - bottom <= (1.0 - rule.drop) * (peak - bottom):
             low_since, low_count = (step, 1) if low_since is None else (low_since, low_count + 1)
             if low_count >= rule.hold:

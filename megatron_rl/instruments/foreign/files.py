@@ -185,7 +185,7 @@ _TEXTS = ("Name", "State", "Created", "Runtime")  # columns of W&B's tables of r
 DEPTH = 5  # folders below the one that was given: mlruns/EXPERIMENT/RUN/metrics, prime-rl's runs
 EXPECTED = (
     "a run directory of megatron-rl, or a log of verl, slime, miles, NeMo-RL, prime-rl or TRL: events.out.tfevents.*, "
-    "run-*.wandb, a run's folder in mlruns, mlflow.db, trainer_state.json, *.json, *.jsonl, *.csv, or what a run printed"
+    "run-*.wandb, a run's folder in mlruns, mlflow.db, trainer_state.json, *.json, *.jsonl, *.csv, or a run's output"
 )
 _LARGEST = 1.7976931348623157e308  # MLflow's databases have it for infinity
 

@@ -242,19 +242,24 @@ PROJECTS = (
 )
 
 
-MARKS = 2  # names that tell whose log it is: one alone is also another project's
+REWARDS = {"critic/rewards/mean", "critic/score/mean", "val/reward/mean"}
 
 
 def project_of(names: Iterable[str]) -> Project | None:
-    """The project of which ``names`` has the most marks, at least two; None where there is none, or two have as many."""
+    """The project of which ``names`` has the most marks: two, or one beside its reward and another known name.
+
+    None where there is none: one name alone is also another project's.
+    """
     present = set(names)
     if "perf/time/step" in present:  # ours, from a service: some names are verl's
         return None
-    counts = {project.name: sum(mark in present for mark in project.marks) for project in PROJECTS}
-    if counts["miles"]:
-        counts["miles"], counts["slime"] = counts["miles"] + counts["slime"], 0  # it has all names of slime
-    best, second = sorted(PROJECTS, key=lambda project: -counts[project.name])[:2]
-    return best if counts[best.name] >= MARKS and counts[best.name] > counts[second.name] else None
+    marks = {project.name: {mark for mark in project.marks if mark in present} for project in PROJECTS}
+    marks["slime"] = set() if marks["miles"] else marks["slime"]  # miles has all names of slime, and its own
+    best = max(PROJECTS, key=lambda project: len(marks[project.name]))
+    known = {name: best.ours(name) for name in present if best.ours(name)}
+    has_reward = any(REWARDS & set(ours) for ours in known.values())
+    enough = len(marks[best.name]) > 1 or (has_reward and len({*known, *marks[best.name]}) > 1)
+    return best if marks[best.name] and enough else None
 
 
 Records = list[dict[str, float]]

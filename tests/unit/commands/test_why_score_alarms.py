@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.__main__ import main
 from megatron_rl.commands.why import read_rules
 from megatron_rl.errors import InputError
-from megatron_rl.monitor.alarms import read_packed
+from megatron_rl.monitor.alarms import Alarms, read_packed
 from tests.support.finished_run import curve, packed, write_run
 
 
@@ -20,7 +20,7 @@ def test_the_command_prints_the_two_halves(tmp_path, capsys):
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
     halves = [read_packed(tmp_path / "x.xz")[number].half for number in range(12)]
     assert int(rows["set"][1]) == halves.count("set") > 0
-    assert rows["judge"][2:5] == [str(halves.count("judge")), "100.0%", "0"]
+    assert rows["judge"][2:5] == [str(halves.count("judge")), "100.0%", str(halves.count("judge"))]
 
 
 def test_long_names_have_a_column_of_their_own(tmp_path, capsys):
@@ -51,7 +51,11 @@ def test_score_alarms_over_runs(tmp_path, capsys):
     assert (good[0]["fired"], good[0]["collapse"]) == ([], None)
     assert main(["score-alarms", *runs, "--rules", str(rules)]) == 0
     assert re.search(r"growth +1 +1 +\d+ +0 +2\n", capsys.readouterr().out)
-    assert main(["score-alarms", *runs]) == 2
+    assert main(["score-alarms", *runs, "--json"]) == 0  # the recipes have no rules of their own
+    judged = [row["rule"] for row in next(iter(json.loads(capsys.readouterr().out).values()))]
+    assert judged == [rule.name for rule in Alarms.of({}).rules]
+    rules.write_text("{}")
+    assert main(["score-alarms", *runs, "--rules", str(rules)]) == 2
     assert "no rules" in capsys.readouterr().err
 
 

@@ -25,11 +25,19 @@ def test_the_mean_of_a_window_is_held_against_a_bound():
 
 
 def test_of_best_is_the_share_of_the_highest_mean():
-    # Means of two: 1, 4, 4, 2, 1; shares of the highest so far: 1, 1, 1, 0.5, 0.25.
-    values = [1.0, 1.0, 7.0, 1.0, 3.0, -1.0]
+    # Means of two: 1, 4, 4, 2, 1.5; shares of the highest so far: 1, 1, 1, 0.5, 0.375.
+    values = [1.0, 1.0, 7.0, 1.0, 3.0, 0.0]
     assert went_off(rule(statistic="of_best", window=2, below=0.51), values) == [4]
     assert went_off(rule(statistic="of_best", window=2, below=0.49), values) == [5]
-    assert went_off(rule(statistic="of_best", window=2, below=0.9), [-1.0, -1.0, -5.0, -9.0]) == []
+
+
+def test_below_zero_the_range_counts_and_noise_is_no_fall():
+    # The bottom is the lowest value less three times the median move: -5 - 3 × 2; means of two: -1, -3.
+    values = [-1.0, -1.0, -5.0]
+    assert went_off(rule(statistic="of_best", window=2, below=0.81), values) == [2]
+    assert went_off(rule(statistic="of_best", window=2, below=0.8), values) == []
+    noise = [-0.5 + 0.05 * ((7 * step) % 5 - 2) for step in range(100)]
+    assert went_off(rule(statistic="of_best", window=3, below=0.5), noise) == []
 
 
 def test_of_start_is_a_multiple_of_the_runs_first_window():
@@ -50,10 +58,10 @@ def test_a_run_says_at_its_end_what_went_off_also_after_a_resume(tmp_path):
         for step in range(40):
             monitor.record(step, collapsing(step))
         state = monitor.state_dict()
-    assert "alarms went off, first at: reward-drop (step 23)" in (tmp_path / "log.txt").read_text()
+    assert "alarms went off, first at: reward-break (step 21)" in (tmp_path / "log.txt").read_text()
     # A silent rule has a metric only where it goes off.
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if any(key.startswith("alarm/") for key in line)] == [23]
+    assert [line["step"] for line in lines if any(key.startswith("alarm/") for key in line)] == [21, 23]
     with Monitor(tmp_path / "on", config, {}, True, levels=LEVELS) as again:
         again.load_state_dict(json.loads(json.dumps(state)))
-    assert "reward-drop (step 23)" in (tmp_path / "on" / "log.txt").read_text()
+    assert "reward-break (step 21)" in (tmp_path / "on" / "log.txt").read_text()

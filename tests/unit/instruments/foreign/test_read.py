@@ -20,8 +20,8 @@ import pytest
 from megatron_rl.__main__ import main
 from megatron_rl.config.monitor import level_rules
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.foreign.read import NEEDS, blind_rules, blind_suspects, read_run
-from megatron_rl.instruments.why import LOOKS
+from megatron_rl.instruments.causes import blind
+from megatron_rl.instruments.foreign.read import blind_rules, read_run
 from megatron_rl.monitor.alarms import CollapseRule, RecordedRun, collapse_step, first_collapse, read_packed
 from megatron_rl.monitor.run_directory import JsonlSink
 from tests.support.rounding import rounded
@@ -168,7 +168,7 @@ def faulty(folder: Path, name: str, content: str | bytes) -> Path:
         (lambda f: faulty(f, "a.txt", "x"), "not a log that is known"),
         (lambda f: faulty(f, "a.jsonl", '{"reward": 1}\n'), "row 1: no step; expected a whole number under one of"),
         (lambda f: faulty(f, "a.jsonl", '{"step": 1,\n{}\n'), "line 1: not valid JSON"),
-        (lambda f: faulty(f, "a.jsonl", '{"step": 1, "loss": 2}\n'), "none of its metrics is known (loss …)"),
+        (lambda f: faulty(f, "a.jsonl", '{"step": 1, "loss": 2}\n'), "nothing tells whose log it is (loss …)"),
         (lambda f: faulty(f, "a.jsonl", '{"step": 1}\n'), "the log has no number yet"),
         (lambda f: faulty(f, "a.csv", "a,b\n1,2\n"), "no column of steps"),
         (lambda f: faulty(f, "a.csv", "step,reward\n1,x\n"), "line 2: could not convert string to float: 'x'"),
@@ -206,25 +206,19 @@ def test_a_folder_of_our_runs_is_not_taken_for_a_log(tmp_path):
 # -- what a log lacks
 
 
-def test_what_is_needed_by_a_suspect_is_known_for_each():
-    assert {look.__name__ for look in LOOKS} - {"dose"} == {
-        {"updates a batch": "several_updates", "clip range": "clipping"}.get(name, name.replace(" ", "_"))
-        for name in NEEDS
-    }
-
-
 def test_rules_and_suspects_that_see_nothing(logs):
     records = read_run(logs / "verl/wandb").records
     assert blind_rules(records, level_rules({})) == {
         "no-signal": "groups/no_signal_frac",
+        "no-rate": "actor/lr",
         "mismatch-surge": "mismatch/rho_std",
         "update-size": "noise/relative_update",
         "overflows": "actor/update_skipped",
     }
-    blind = blind_suspects(records, {"batch": {"minibatches": 4}})
-    assert "updates a batch" not in blind
-    assert blind["learning rate"] == "noise/relative_update or actor/ppo_kl above 0"
-    assert blind["temperature"] == "--set rollout.temperature=…"
+    lacking = blind(records, {"batch": {"minibatches": 4}})
+    assert "updates a batch" not in lacking
+    assert lacking["learning rate"] == "noise/relative_update or actor/ppo_kl above 0"
+    assert lacking["temperature"] == "--set rollout.temperature=…"
 
 
 def test_why_reads_a_log(logs, capsys):
@@ -246,7 +240,10 @@ def test_score_alarms_reads_a_log(logs, capsys):
     assert main(["run", "score-alarms", str(logs / "verl/verl.jsonl")]) == 0
     text = capsys.readouterr().out
     assert re.search(r"reward-drop +13 +15 ", text)
-    assert "these rules see nothing: no-signal (groups/no_signal_frac), mismatch-surge (mismatch/rho_std)" in text
+    assert (
+        "these rules see nothing: no-signal (groups/no_signal_frac), no-rate (actor/lr), mismatch-surge (mismatch"
+        in text
+    )
     assert main(["run", "score-alarms", str(logs / "slime"), "--json"]) == 0
     assert "overflows" in json.loads(capsys.readouterr().out)["lacks"][str(logs / "slime")]
 

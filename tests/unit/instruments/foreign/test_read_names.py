@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from pathlib import Path
 
 from megatron_rl.instruments.foreign.read import PROJECTS, project_of, read_run
@@ -20,9 +21,15 @@ def test_our_own_metrics_from_a_service_keep_their_names(tmp_path):
     assert (run.project, run.records) == (None, [row])
 
 
-def test_a_project_is_known_by_each_of_its_marks():
+def test_a_project_is_known_by_two_of_its_marks_and_by_none_alone():
     for project in PROJECTS:
-        assert all(project_of([mark]) is project for mark in project.marks)
+        assert all(project_of(pair) is project for pair in combinations(project.marks, 2))
+        assert all(project_of([mark]) is None for mark in project.marks)
+
+
+def test_another_project_that_shares_a_name_is_not_taken_for_one():
+    """OpenRLHF has slime's train/entropy_loss and train/ppo_kl, and no reward of slime."""
+    assert project_of(["train/entropy_loss", "train/ppo_kl", "train/reward", "train/kl"]) is None
 
 
 def test_the_record_has_every_name_and_version():
