@@ -17,17 +17,21 @@ files=(
     tests/unit/exact/test_invariant.py
     tests/unit/learner/test_logprobs.py
     tests/unit/learner/test_packing.py
+    tests/unit/layers
     tests/unit/rollout/test_cpu_engine_sampler.py
     tests/unit/rollout/test_weights_rounding.py
     "$engine::test_logprobs_and_routes_are_those_of_the_hf_model"
+    tests/e2e/test_families.py
 )
 ranks=(tests/parallel/test_patch_checkpoint.py::test_resumed_training_equals_uninterrupted_training)
+# torch's questions by which vLLM chooses a build of its kernels (AVX2, AVX-512, AVX-512 with bf16) are answered alike.
+older=PYTEST_PLUGINS=tests.support.older_processor
 # Each in force in the tests' process and, but for the threads, in the ranks that they start (test_bits.py sees to it).
 # oneDNN left alone takes this processor's bf16 and int8 instructions too.
 settings=(
-    "ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE"
-    "ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2"
-    "ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_ENABLE_INSTRUCTIONS=AVX512"
+    "$older ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE"
+    "$older ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2"
+    "$older ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_ENABLE_INSTRUCTIONS=AVX512"
     "PYTEST_PLUGINS=tests.support.deterministic"
     "OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE" # waiting actively beside any other process is slow
 )
@@ -51,7 +55,7 @@ run() { # number of the setting
     read -ra variables <<<"${settings[$1]}"
     # Inductor's cache does not know ATEN_CPU_CAPABILITY: code made for one would be compiled for another.
     env TORCHINDUCTOR_CACHE_DIR="$work/inductor-$1" "${variables[@]}" \
-        "$python" -m pytest -q -p no:cacheprovider "${selected[@]}" >"$work/$1.log" 2>&1
+        "$python" -m pytest -q -m "not slow" -p no:cacheprovider "${selected[@]}" >"$work/$1.log" 2>&1
 }
 
 failed=0

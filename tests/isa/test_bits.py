@@ -6,6 +6,8 @@ One rank in this process, and one layout of two; tests/parallel and tests/e2e ho
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +29,15 @@ def _leave_no_process_group():
 
 
 CAPABILITIES = {"default": "DEFAULT", "avx2": "AVX2", "avx512": "AVX512"}  # as one asks for it, as torch names it
+BUILDS = {"DEFAULT": "AVX2", "AVX2": "AVX2", "AVX512": "AVX512"}  # of vLLM's kernels, for a processor with no more
+
+
+def vllm_builds() -> list[str]:
+    """Names of the builds of vLLM's kernels in this process."""
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    return sorted(set(re.findall(r"/vllm/_C_?(\w*)\.abi3\.so", Path("/proc/self/maps").read_text())))
 
 
 one_thread = pytest.mark.skipif(os.environ.get("OMP_NUM_THREADS") == "2", reason="ranks have one thread in any case")
@@ -37,6 +48,8 @@ def test_the_setting_is_in_force_here_and_in_ranks():
     here = torch.backends.cpu.get_cpu_capability()
     asked = CAPABILITIES.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), here)
     assert [here] == run_ranks("torch.backends.cpu", "get_cpu_capability", 1) == [asked]
+    if "older_processor" in os.environ.get("PYTEST_PLUGINS", ""):
+        assert vllm_builds() == run_ranks(__name__, "vllm_builds", 1)[0] == [BUILDS[asked]]
     deterministic = "tests.support.deterministic" in os.environ.get("PYTEST_PLUGINS", "")
     assert run_ranks("torch", "are_deterministic_algorithms_enabled", 1) == [deterministic]
     assert torch.are_deterministic_algorithms_enabled() == deterministic

@@ -251,7 +251,9 @@ def main(pipe: Connection, warm: Sequence[str]) -> None:
     started_with = dict(os.environ)
     gc.disable()  # what imports make stays
     count_engines()
-    for module in warm:
+    # pytest's, in processes that it does not know.
+    plugins = [name for name in os.environ.get("PYTEST_PLUGINS", "").split(",") if name.startswith("tests.support.")]
+    for module in (*plugins, *warm):
         importlib.import_module(module)
     children: dict[int, int] = {}  # descriptor of a process → its number
     while True:
@@ -309,8 +311,6 @@ def _child(
         _forget_random_state()
         keep_hidden()
         gc.enable()
-        if environment.get("DETERMINISTIC_KERNELS"):
-            importlib.import_module("tests.support.deterministic")
         status = getattr(importlib.import_module(module), function)(**arguments) or 0
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
