@@ -9,11 +9,15 @@ from typing import Any
 from megatron_rl.config import Recipe
 from megatron_rl.config.objective import is_weight, label_of
 from megatron_rl.errors import InputError, printable, shown
+from megatron_rl.instruments.changed import Event
 from megatron_rl.instruments.lab.study import IDENTITY_KEYS, SEED_KEYS
+from megatron_rl.run.identity import ABSENT
 
 OTHER_ORDER = 1000  # added to data.seed: more than the seeds of a branch
 REASON_CHARACTERS = 300
 CONTROL = "control"
+AS_BEFORE, CHANGE = "as-before", "recipe change"
+MOST_CHANGES = 4  # keys that get an arm of their own
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ def _values(**keys: Any) -> Callable[[Recipe], dict[str, Any]]:
     return lambda recipe: dict(values)
 
 
-MISMATCH = ("rounding", "staleness", "routing", "dose of mismatch")
+MISMATCH = ("mismatch", "rounding", "staleness", "routing", "dose of mismatch")
 
 UNDO = (
     Undo("third-rate", ("learning rate",), _third_rate),
@@ -134,7 +138,7 @@ UNDO = (
     Undo("bf16", ("overflow",), _bf16),
     Undo("fp32", ("rounding", "overflow"), _values(learner__dtype="fp32", rollout__dtype="fp32")),
     Undo("r3", ("routing",), _values(routing__replay="r3")),
-    Undo("exact-engine", ("rounding", "routing"), _exact_engine),
+    Undo("exact-engine", ("mismatch", "rounding", "routing"), _exact_engine),
     Undo("tis", MISMATCH, _tis),
     Undo("overlong-penalty", ("length",), _overlong),
     Undo("usual-temperature", ("temperature",), _values(rollout__temperature=1.0)),
@@ -144,6 +148,15 @@ UNDO = (
 NAMES = tuple(undo.name for undo in UNDO)
 ALWAYS = ("third-rate", "one-update")
 """The commonest causes: tested also where `run why` does not suspect them."""
+
+
+def undoing(events: Sequence[Event]) -> list[Arm]:
+    """Return the arms that undo what somebody changed in the recipe: all ``events`` together, then each of several."""
+    keys = {event.key: None if event.old is ABSENT else event.old for event in events}
+    if not keys:
+        return []
+    each = [Arm(f"before-{key.replace('.', '-')}", CHANGE, {key: old}) for key, old in keys.items()]
+    return [Arm(AS_BEFORE, CHANGE, keys), *(each[:MOST_CHANGES] if len(each) > 1 else [])]
 
 
 def arms_of(recipe: Recipe, suspects: Sequence[str], wanted: Sequence[str] | None) -> tuple[list[Arm], list[LeftOut]]:
@@ -198,7 +211,7 @@ def own_arm(name: str, settings: Sequence[str]) -> Arm:
     """Return the arm that ``--arm NAME KEY=VALUE …`` asks for."""
     from megatron_rl.config.yaml12 import parse
 
-    if name in (*NAMES, CONTROL, "all"):
+    if name in (*NAMES, CONTROL, AS_BEFORE, "all"):
         raise InputError(f"--arm {name}: the name of another arm; give yours a name of its own")
     if not settings:
         raise InputError(f"--arm {name}: changes nothing; give KEY=VALUE after the name")

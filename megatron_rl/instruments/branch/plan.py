@@ -19,13 +19,14 @@ from megatron_rl.check import check_recipe
 from megatron_rl.checkpoint.manifest import checkpoint_name, checkpoint_step, list_checkpoints, newest_checkpoint
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.branch.arms import CONTROL, Arm, LeftOut, arms_of, reason_of
+from megatron_rl.instruments.branch.arms import CHANGE, CONTROL, Arm, LeftOut, arms_of, reason_of, undoing
+from megatron_rl.instruments.changed import history_of
 from megatron_rl.instruments.lab.foresight import ArmCost, cost
 from megatron_rl.instruments.lab.jobs import Job, LoadedStudy
 from megatron_rl.instruments.lab.study import Direction, Study
 from megatron_rl.instruments.why import find
 from megatron_rl.monitor import RunDirectory, read_metrics
-from megatron_rl.run.identity import recipe_in_force
+from megatron_rl.run.identity import read_recipe, recipe_in_force
 
 Records = Sequence[Mapping[str, float]]
 
@@ -322,7 +323,7 @@ def plan_branch(
     """
     directory = RunDirectory(run.resolve())
     records = read_metrics(directory.metrics)
-    finding = find(str(run), records, _load(directory.recipe).model_dump(mode="json"))
+    finding = find(str(run), records, read_recipe(directory.recipe), history_of(directory, records))
     if finding.is_healthy and from_step is None:
         raise InputError(
             f"{run}: {len(records)} steps, no rule went off and no reward collapsed: there is no cause to look for; "
@@ -330,14 +331,17 @@ def plan_branch(
         )
     onset, sign = finding.onset, finding.first_sign or 0
     checkpoint, begin = checkpoint_before(directory, onset, from_step)
-    base = recipe_in_force(directory, begin)
+    base = recipe_in_force(directory, max(begin, sign))  # which the run went wrong with, not one of before
     recipe = _load(base)
     if steps is None:
         steps = max(0, sign - begin) + AFTERWARDS
     loss = loss_of(records, begin, steps, outcome)
-    suspects = [suspect.name for suspect in finding.suspects]
-    chosen, left_out = arms_of(recipe, suspects, wanted)
-    chosen = [*chosen, *own]
+    is_change = [e.kind == "recipe" and e.weight != "none" and e.step == finding.changed_at for e in finding.history]
+    changed = undoing([event for event, decides in zip(finding.history, is_change, strict=True) if decides])
+    suspects = [suspect.name for suspect in finding.suspects if not (changed and suspect.name.startswith(CHANGE))]
+    names = None if wanted is None else [name for name in wanted if name not in {arm.name for arm in changed}]
+    chosen, left_out = arms_of(recipe, suspects, names)
+    chosen = [*(arm for arm in changed if wanted is None or arm.name in wanted), *chosen, *own]
     draft = Branch(
         make_study(recipe, base, chosen, seeds, loss, begin, steps),
         base,

@@ -117,7 +117,8 @@ class Judgement:
             level = sum(self.control.values()) / len(self.control)
             return (
                 f"nothing to explain from here: {metric} is {level:.3g} in the control, {self.branch.loss.after:.3g} "
-                "in the run; begin later (--from STEP), where the control goes wrong as the run did"
+                "in the run; begin later (--from STEP), where the control goes wrong as the run did; where it never "
+                "does, what went wrong is not in recipe and checkpoint (the engine, the machine, a judge)"
             )
         undecided = [judged for judged in self.arms if judged.verdict == WORDS["undecided"]]
         names = ", ".join(judged.arm.name for judged in undecided)

@@ -13,6 +13,7 @@ from megatron_rl.config import load_recipe
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.branch.arms import CONTROL
 from megatron_rl.instruments.branch.plan import AFTERWARDS, Branch, common_keys, plan_branch
+from megatron_rl.instruments.changed import Event
 from megatron_rl.instruments.lab import runner as runner_module
 from megatron_rl.instruments.lab.runner import StudyRunner
 from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
@@ -45,25 +46,27 @@ def test_it_starts_at_the_newest_complete_checkpoint_up_to_the_onset(tmp_path):
     assert plan_branch(folder, from_step=0).checkpoint is None
 
 
-def finding(signs: list[int], changes: list[int]) -> Finding:
+def finding(signs: list[int], changes: list[int], recipe_changed: int | None = None) -> Finding:
+    history = () if recipe_changed is None else (Event(recipe_changed, "recipe", "batch.prompts", 8, 1),)
     changed = [Change("actor/entropy", step, 1.0, 2.0, 0.001) for step in changes]
-    return Finding("run", 90, None, tuple(Sign("reward-drop", step, "") for step in signs), tuple(changed), ())
+    return Finding("run", 90, None, tuple(Sign("reward-drop", step, "") for step in signs), tuple(changed), (), history)
 
 
 @pytest.mark.parametrize(
-    ("signs", "changes", "onset"),
+    ("signs", "changes", "recipe_changed", "onset"),
     [
-        ([80, 85], [70], 70),
-        ([80], [12, 75], 75),  # what changed long before was learning
-        ([80], [60], 60),
-        ([80], [59], 80),  # 21 steps before
-        ([80], [], 80),
-        ([80], [84], 80),
-        ([], [12], None),
+        ([80, 85], [70], None, 70),
+        ([80], [72, 75], None, 72),
+        ([80], [70, 75], 73, 75),  # what departed before the recipe changed was not its doing
+        ([80], [70], 73, 80),
+        ([80], [70], 81, 70),  # changed after the sign
+        ([80], [], None, 80),
+        ([80], [84], None, 80),
+        ([], [12], None, None),
     ],
 )
-def test_the_onset_is_the_first_sign_or_a_change_shortly_before_it(signs, changes, onset):
-    assert finding(signs, changes).onset == onset
+def test_the_onset_is_the_first_departure_since_the_recipe_changed(signs, changes, recipe_changed, onset):
+    assert finding(signs, changes, recipe_changed).onset == onset
 
 
 def test_without_a_checkpoint_before_the_onset_it_says_which_there_are(tmp_path):
@@ -84,12 +87,40 @@ def test_a_healthy_run_has_no_cause_to_look_for(tmp_path):
         plan_branch(folder, from_step=10)
 
 
-def test_the_recipe_is_the_one_that_was_in_force_at_the_checkpoint(tmp_path):
-    folder = make_run(tmp_path / "sick")
-    later = tiny_recipe(name="sick", num_steps=STEPS, **(SICK | {"learner": {"optimizer": {"lr": 7e-3}}}))
-    keep_recipe(RunDirectory(folder), later, 20)
-    assert plan_branch(folder, from_step=10).recipe_of_run.learner.optimizer.lr == 3e-3
-    assert plan_branch(folder, from_step=20).recipe_of_run.learner.optimizer.lr == 7e-3
+def changed_run(folder, step, **keys):
+    """A run whose recipe has other ``keys`` from ``step`` on."""
+    make_run(folder)
+    keep_recipe(RunDirectory(folder), tiny_recipe(name="sick", num_steps=STEPS, **(SICK | keys)), step)
+    return folder
+
+
+@pytest.mark.parametrize(("begin", "changed"), [(10, 20), (20, 20), (10, 15)])
+def test_the_recipe_is_the_one_that_was_in_force_at_the_sign(begin, changed, tmp_path):
+    """The arms begin with what the run went wrong with, and the first one undoes it."""
+    folder = changed_run(tmp_path / "sick", changed, learner={"optimizer": {"lr": 7e-3}}, batch={"minibatches": 2})
+    branch = plan_branch(folder, from_step=begin)
+    assert branch.recipe_of_run.learner.optimizer.lr == 7e-3
+    first = {arm.name: dict(arm.keys) for arm in branch.arms[:3]}
+    undone = {"batch.minibatches": 4, "learner.optimizer.lr": 3e-3}
+    assert first == {
+        "as-before": undone,
+        "before-batch-minibatches": {"batch.minibatches": 4},
+        "before-learner-optimizer-lr": {"learner.optimizer.lr": 3e-3},
+    }
+    assert [arm.name for arm in plan_branch(folder, from_step=begin, wanted=["as-before"]).arms] == ["as-before"]
+
+
+def test_a_change_after_the_sign_is_not_what_went_wrong(tmp_path):
+    folder = changed_run(tmp_path / "sick", 36, learner={"optimizer": {"lr": 7e-3}})
+    branch = plan_branch(folder, from_step=10)
+    assert branch.recipe_of_run.learner.optimizer.lr == 3e-3
+    assert "as-before" not in [arm.name for arm in branch.arms]
+
+
+def test_a_section_that_came_is_taken_away_again(tmp_path):
+    folder = changed_run(tmp_path / "sick", 20, reward={"overlong": {"buffer": 4}})
+    (first, *_) = plan_branch(folder, from_step=20).arms
+    assert (first.name, dict(first.keys)) == ("as-before", {"reward.overlong": None})
 
 
 # -- the arms
@@ -257,14 +288,18 @@ def test_jobs_for_slurm_are_printed_for_what_is_missing(sick, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--seeds", "0"], "--seeds 0: expected at least 1"),
-        (["--from", "-1"], "--from -1: expected at least 0"),
+        (["--seeds", "0"], "argument --seeds: '0' is not a whole number from 1"),
+        (["--from", "-1"], "argument --from: '-1' is not a whole number from 0"),
         (["--gpu", "h100"], "--gpu: is for the estimate of --dry-run"),
         (["--arm", "x", "batch.minibatches=2", "--arm", "x", "batch.minibatches=1"], "--arm x: given twice"),
     ],
 )
 def test_options_that_cannot_be_are_refused(sick, arguments, message, capsys):
-    assert main(["run", "branch", str(sick), *arguments]) == 2
+    try:
+        status = main(["run", "branch", str(sick), *arguments])
+    except SystemExit as ended:  # of argparse
+        status = ended.code
+    assert status == 2
     assert message in capsys.readouterr().err
 
 
