@@ -58,6 +58,8 @@ fi
 asked=${SBATCH_GPUS_PER_NODE:-}
 gpus=${gpus:-${asked##*:}}
 per_node=${MRL_RANKS_PER_NODE:-$gpus}
+[[ $per_node =~ ^([1-9][0-9]*)?$ ]] || die 2 "$per_node ranks per node (--gpus-per-node, MRL_RANKS_PER_NODE): a whole \
+number is wanted"
 ranks=() # known where both numbers are: one rank per GPU of the learner's nodes
 if [[ $nodes =~ ^[0-9]+$ && $per_node =~ ^[0-9]+$ ]]; then
   [ "$nodes" -gt "$servers" ] || die 2 "--nodes $nodes: $servers are for servers (MRL_SERVER_NODES), none is left to learn"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from megatron_rl.commands.arguments import output
+from megatron_rl.commands.train import newest
 from megatron_rl.errors import EXIT_DONE, InputError
 
 # fp32 sums in another order differ by a measured 2e-6 on the tiny model. A wrong table gives errors as large as logits.
@@ -44,8 +45,9 @@ def run_convert(options: argparse.Namespace) -> int:
         megatron-rl convert to-hf RUN/checkpoints/step_00000050 OUT --model START
         megatron-rl convert to-megatron HF OUT
 
-    `to-hf` reads what a run wrote (or `to-megatron`). START is the Hugging Face folder that the run started from (the
-    recipe's model.path): its config.json and tokenizer go into OUT, and from a run's folder a model card (README.md).
+    `to-hf` reads what a run wrote (or `to-megatron`); of a run directory, the newest. START is the Hugging Face folder
+    that the run started from (the recipe's model.path): its config.json and tokenizer go into OUT, and from a run's
+    folder a model card (README.md).
     `--master` takes the fp32 master weights, which a bf16 or fp16 run keeps beside the rounded ones, as
     `precision.export_from: master` does for the rollout engine.
 
@@ -76,7 +78,13 @@ def run_convert(options: argparse.Namespace) -> int:
     dtype = DTYPES[options.dtype] if options.dtype else None
     source, target = options.source.resolve(), options.target.resolve()
     if options.direction == "to-hf":
+        source = newest(source)
         model = options.model or source / conversion.HF_FOLDER
+        if not (model / "config.json").is_file():
+            raise InputError(
+                f"convert to-hf: {model} has no config.json; --model names the folder that the run started from (its "
+                "recipe's model.path), which has config.json and the tokenizer"
+            )
         digests = conversion.to_hf(source, target, model.resolve(), dtype=dtype, master=options.master)
         if (directory := run_of_checkpoint(source)) is not None:
             write_model_card(target, directory, checkpoint_step(source))

@@ -84,7 +84,7 @@ def newest(path: Path) -> Path:
     if not folder.is_dir():
         return path
     if not (checkpoints := list_checkpoints(folder)):
-        raise InputError(f"--checkpoint {path}: a run directory without a complete checkpoint in {folder.name}/")
+        raise InputError(f"{path}: a run directory without a complete checkpoint in {folder.name}/")
     return checkpoints[-1]
 
 

@@ -169,6 +169,7 @@ FP8 = "rollout.quantization={weights: fp8, block: [16, 16]}"
         (["--nodes=1", "--gpus-per-node=3", TRAIN, TINY, *TENSOR], "does not divide the number of ranks (3)"),
         (["-N", "1", "--gpus-per-node", "h100:3", TRAIN, TINY, *TENSOR], "does not divide the number of ranks (3)"),
         (["-N3", "--gres=gpu:h100:1", TRAIN, TINY, *TENSOR], "does not divide the number of ranks (3)"),
+        (["--nodes=1", "--gpus-per-node=x", TRAIN, TINY], "x ranks per node"),
         (["--nodes=1", str(FOLDER / "train_servers.sbatch"), TINY], "none is left to learn"),
         (["--nodes=1", "--gpus-per-node=1", TRAIN, TINY, "--set", FP8], "on CUDA  this recipe cannot run"),
     ],

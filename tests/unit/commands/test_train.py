@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_rl.__main__ import main
 from megatron_rl.checkpoint import manifest
 from megatron_rl.commands.train import newest
 from megatron_rl.errors import InputError
@@ -23,3 +24,12 @@ def test_the_newest_whole_checkpoint_of_a_run(tmp_path):
             manifest.write_manifest(path, manifest.hash_files(path, ["trainer.json"]))
     assert newest(tmp_path) == folder / "step_00000010"
     assert newest(folder / "step_00000002") == folder / "step_00000002"
+
+
+def test_convert_takes_a_run_and_names_the_option_that_it_lacks(tmp_path, capsys):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "a run directory without a complete checkpoint" in capsys.readouterr().err
+    (tmp_path / "step").mkdir()
+    assert main(["convert", "to-hf", str(tmp_path / "step"), str(tmp_path / "out")]) == 2
+    assert "--model names the folder that the run started from" in capsys.readouterr().err
