@@ -30,6 +30,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import unwrap_model
 
 from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights
+from megatron_rl.checkpoint.state import model_tensors
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture
 from megatron_rl.model.families import FAMILIES
@@ -64,9 +65,11 @@ class WeightMap:
 
     def __init__(self, model: GPTModel, architecture: Architecture):
         self.model, self.architecture = model, architecture
-        self.parameters = dict(model.named_parameters())
-        biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(ROUTER_BIAS.memory)}
-        self.parameters |= biases
+        self.parameters = {  # and buffers that are a part of the model, not a count
+            name: tensor
+            for name, tensor in model_tensors(model).items()
+            if isinstance(tensor, torch.nn.Parameter) or name.endswith(ROUTER_BIAS.memory)
+        }
         self.tp = parallel_state.get_tensor_model_parallel_group()
         self.pp = parallel_state.get_pipeline_model_parallel_group()
         self.ep = parallel_state.get_expert_model_parallel_group()

@@ -21,6 +21,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron_rl.checkpoint.state import model_tensors
 from megatron_rl.config.rollout import ExactConfig, NoiseConfig
 from megatron_rl.process.ranks import gather_objects
 from megatron_rl.rollout.weights import by_halves, matrices, replaced, rounded
@@ -167,7 +168,9 @@ class StaleWeights(Dose):
     def new_weights(self, module: torch.nn.Module, version: int) -> None:
         while self._kept and self._kept[-1][0] >= version:  # a run that was taken back
             self._kept.pop()
-        self._kept.append((version, [p.detach().to("cpu", copy=True) for p in module.parameters()]))
+        self._kept.append(
+            (version, [tensor.detach().to("cpu", copy=True) for tensor in model_tensors(module).values()])
+        )
         while len(self._kept) > 1 and self._kept[1][0] <= version - self.config.updates:
             self._kept.popleft()
 
@@ -175,7 +178,7 @@ class StaleWeights(Dose):
     def on(self, module: torch.nn.Module) -> Iterator[None]:
         if not self._kept:
             self.new_weights(module, version=0)
-        with replaced(zip(module.parameters(), self._kept[0][1], strict=True)):
+        with replaced(zip(model_tensors(module).values(), self._kept[0][1], strict=True)):
             yield
 
 

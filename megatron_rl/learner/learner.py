@@ -53,6 +53,7 @@ from megatron_rl.learner.passes import (
     speaks,
 )
 from megatron_rl.learner.process_groups import initialize
+from megatron_rl.learner.router_biases import RouterBiases
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.objective import (
@@ -111,7 +112,6 @@ class Learner:
         self.bit_check = None if bit_check is None else partial(bit_check, self)
         self.keep_current_logprobs = keep_current_logprobs
         model = build_model(self.architecture, self.config, self.device, recipe.precision, self.exact)
-        model.config.moe_router_bias_update_rate = recipe.routing.bias_update_rate  # read at the end of each update
         self.weights = WeightMap(model, self.architecture)
         self.weights.load(recipe.model.path)
         self.adapters = Adapters(model, self.config.lora, recipe.seed) if self.config.lora else None
@@ -120,7 +120,8 @@ class Learner:
         self.replay: RouterReplayer | None = None
         if recipe.routing.is_on or recipe.objective.router_shift is not None:
             self.replay = RouterReplayer(model, self.architecture, recipe.routing, self.device)
-        self.model, self.optimizer = with_optimizer(model, self.config, self.device)
+        self.router_biases = RouterBiases(model, recipe.routing.bias_update_rate)
+        self.model, self.optimizer = with_optimizer(model, self.config, self.device, self.router_biases)
         self.offload = Offload(self.config.offload, self.model, model, self.optimizer, self.device)
         weights = nullcontext
         if self.config.quantization is not None:
@@ -238,6 +239,7 @@ class Learner:
                 with self.phase("noise"):
                     noise = self.noise.collect() | update_size(self.optimizer)
         if updated:
+            self.router_biases.move()
             self.scheduler.step(1)
             self.num_updates += 1
         stats = stats or self._minibatch_stats(results)
@@ -277,6 +279,7 @@ class Learner:
             self.noise.begin([len(m.indices) for m in microbatches], len(indices))
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.router_biases.begin()
         with self.phase("forward_backward"):
             return microbatches, self.passes.run(microbatches, partial(self._loss, denominators=denominators), mode)
 

@@ -21,7 +21,6 @@ import importlib.util
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -48,9 +46,9 @@ from megatron_rl.layers.attention import (
 )
 from megatron_rl.layers.cpu_layers import LatentAttention, finish_few_pass_model, use_few_pass_layers
 from megatron_rl.layers.sinks import SinkAttention, fields_with_sinks, state_yarn
+from megatron_rl.learner.router_biases import keep_router_biases
 from megatron_rl.model.architecture import Architecture
 
-_EXPERT_SHARD_DIM = {"linear_fc1": 0, "linear_fc2": 1}  # what expert tensor parallelism cuts: outputs, then inputs
 _WHOLE = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
 
@@ -152,7 +150,7 @@ def transformer_config(
         config |= {
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
-            "moe_router_bias_update_rate": 0.0,  # the learner sets `routing.bias_update_rate`
+            "moe_router_bias_update_rate": 0.0,  # see `RouterBiases`
             "moe_router_topk_scaling_factor": a.routed_scale,
         }
     if a.sigmoid_router and a.router_groups[0] > 1:
@@ -303,24 +301,6 @@ def build_model(
     return model
 
 
-def keep_router_biases(model: torch.nn.Module) -> None:
-    """Keep the biases by which sigmoid routers choose in fp32, whatever a model is cast to.
-
-    Megatron casts them back in the next forward pass, when the cast has rounded them.
-    """
-    for module in model.modules():
-        if isinstance(module, TopKRouter) and module.expert_bias is not None:
-            module._apply = partial(_apply_without_rounding, module)
-
-
-def _apply_without_rounding(router: TopKRouter, function: Callable, recurse: bool = True) -> TopKRouter:
-    bias = router.expert_bias
-    TopKRouter._apply(router, function, recurse)
-    bias.data = bias.data.to(router.expert_bias.device)
-    router.expert_bias = bias
-    return router
-
-
 def mark_whole_parameters(model: torch.nn.Module) -> None:
     """Mark the projections to latent vectors as copies on all tensor-parallel ranks, which the norm counts once.
 
@@ -334,31 +314,13 @@ def mark_whole_parameters(model: torch.nn.Module) -> None:
 def mark_expert_parameters(model: torch.nn.Module) -> None:
     """Set on every expert weight the marks by which Megatron chooses its optimizer and counts its gradient.
 
-    ``allreduce``: experts keep an optimizer of their own whatever the layout is, so that its checkpoint can be loaded
-    under another one; Megatron sets this mark only where expert parallelism is on.
-
-    ``tensor_model_parallel``: a parameter without it counts in the gradient norm on the first tensor-parallel rank
-    alone, as a copy. An expert weight is never a copy on another rank of that group, but TransformerEngine 2.20 leaves
-    the weights of its `GroupedLinear` unmarked. Then norm and clipping leave out most experts.
-
-    Raises:
-        RuntimeError: a parameter of the experts whose place in Megatron's layout is unknown, or that is marked as a
-            copy.
+    Megatron marks as the layout is: experts without expert parallelism join the other weights' optimizer, and the
+    checkpoint could not be loaded under another layout. It takes a bias for a copy of that on other tensor-parallel
+    ranks, adds them up and leaves it out of the norm; but it is of another expert there.
     """
     for name, parameter in model.named_parameters():
-        if ".experts." not in name:
-            continue
-        parameter.allreduce = False
-        parameter.sequence_parallel = False  # a bias has it, which would add up those of different experts
-        if not hasattr(parameter, "tensor_model_parallel"):
-            layer = name.split(".")[-2]
-            if layer not in _EXPERT_SHARD_DIM:
-                raise RuntimeError(f"{name}: an expert parameter of no known layer ({', '.join(_EXPERT_SHARD_DIM)})")
-            set_tensor_model_parallel_attributes(parameter, True, _EXPERT_SHARD_DIM[layer], 1)
-        if not parameter.tensor_model_parallel:
-            raise RuntimeError(
-                f"{name}: marked as a copy on all tensor-parallel ranks, so the gradient norm would leave it out there"
-            )
+        if ".experts." in name:
+            parameter.allreduce, parameter.sequence_parallel, parameter.tensor_model_parallel = False, False, True
 
 
 _CUT = {"linear_qkv": 0, "linear_proj": 1, "linear_fc1": 0, "linear_fc2": 1}  # axis of W that ranks share

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +25,12 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_rl.config.learner import LearnerConfig, LossScaleConfig, OptimizerConfig, ScheduleConfig
 from megatron_rl.config.recipe import schedule_problems
 from megatron_rl.errors import InputError
 from megatron_rl.learner.model import DTYPES
+from megatron_rl.learner.router_biases import RouterBiases
 from megatron_rl.process.ranks import gather_objects
 from megatron_rl.schedule import LengthDecay
 
@@ -340,7 +341,7 @@ def build_scheduler(
 
 
 def with_optimizer(
-    model: torch.nn.Module, config: LearnerConfig, device: torch.device
+    model: torch.nn.Module, config: LearnerConfig, device: torch.device, biases: RouterBiases
 ) -> tuple[DistributedDataParallel, Any]:
     """Return ``model`` wrapped for data parallelism, and Adam over its trainable parameters with fp32 masters, both
     sharded over data-parallel ranks. Gradients are added up in fp32 over microbatches and ranks, and divided by
@@ -368,7 +369,7 @@ def with_optimizer(
     # Gloo twins of the groups are needed only where NCCL is the main backend.
     adam = get_megatron_optimizer(settings, [wrapped], use_gloo_process_groups=device.type == "cuda")
     wrapped.config.grad_scale_func = adam.scale_loss
-    wrapped.config.finalize_model_grads_func = _add_up_grads
+    wrapped.config.finalize_model_grads_func = partial(_add_up_grads, biases)
     return wrapped, adam
 
 
@@ -380,11 +381,9 @@ def unhook(model: DistributedDataParallel) -> None:
     model.grad_accs.clear()
 
 
-def _add_up_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
-    """Megatron's reduction of gradients without its division by tokens: our losses carry their denominators.
-
-    It moves the biases of routers by the tokens that each expert got, and Megatron 0.16 leaves these counts to grow."""
+def _add_up_grads(
+    biases: RouterBiases, model: list[torch.nn.Module], num_tokens: torch.Tensor | None, **kwargs: Any
+) -> None:
+    """Megatron's reduction of gradients without its division by tokens: our losses carry their denominators."""
+    biases.take_load()
     finalize_model_grads(model, None, **kwargs)
-    for module in (module for chunk in model for module in chunk.modules()):
-        if isinstance(module, TopKRouter) and module.expert_bias is not None:
-            module.local_tokens_per_expert.zero_()

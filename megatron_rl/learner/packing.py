@@ -100,6 +100,7 @@ class Microbatch:
     indices: list[int]  # [b] into Batch.sequences
     tokens: torch.Tensor  # [1, N] int64; sequences and row are padded as the layout needs it (`ContextShare`)
     position_ids: torch.Tensor  # [N] int64, restarting at each sequence
+    padding: torch.Tensor  # [1, N] bool, what statistics of routers leave out
     packed: PackedSequences
     row: Row
     positions: torch.Tensor  # [m] int64: the row here whose logits predict each response token
@@ -147,25 +148,26 @@ def build_microbatch(
     tokens = [x for s, n in zip(sequences, row.after, strict=True) for x in (s.tokens, np.full(n, pad_token))]
     tokens.append(np.full(row.tail, pad_token))
     position_ids = [np.arange(n) for n in padded]
+    padding = [np.arange(n) >= length for n, length in zip(padded, [*row.lengths, 0])]
     labels = [s.tokens[s.prompt_length :] for s in sequences]
     has_sets = bool(sequences) and all(s.kept_tokens is not None for s in sequences)
     kept = np.concatenate([s.kept_tokens for s in sequences]) if has_sets else None
-    places, num_real = None, sum(row.lengths)
+    places = None
     if share.size > 1:
         own = np.concatenate([np.arange(a, b) for a, b in row.ranges])
         here = np.full(starts[-1], -1)  # of each token of the row its place in the share
         here[own] = np.arange(len(own))
-        tokens, position_ids = [np.concatenate(tokens)[own]], [np.concatenate(position_ids)[own]]
+        tokens, position_ids, padding = ([np.concatenate(x)[own]] for x in (tokens, position_ids, padding))
         chosen = here[np.concatenate([*rows, np.zeros(0, np.int64)])]
         places = np.flatnonzero(chosen >= 0)
         rows, labels = [chosen[places]], [np.concatenate([*labels, np.zeros(0, np.int64)])[places]]
         kept = None if kept is None else kept[places]
-        num_real = sum(max(0, min(b, n) - a) for n, p in zip(row.lengths, padded) for a, b in share.chunks(p))
     has_old = bool(sequences) and all(s.old_logprobs is not None for s in sequences)
     return Microbatch(
         indices=indices,
         tokens=join(tokens, torch.int64)[None],
         position_ids=join(position_ids, torch.int64),
+        padding=join(padding, torch.bool)[None],
         packed=PackedSequences.from_lengths(padded, device, use_transformer_engine(device, exact), share),
         row=row,
         positions=join(rows, torch.int64),
@@ -178,7 +180,7 @@ def build_microbatch(
         advantages=torch.tensor([s.advantage for s in sequences], dtype=torch.float32, device=device),
         loss_mask=join([s.loss_mask for s in sequences], torch.bool),
         policy_versions=join([s.policy_versions for s in sequences], torch.int64),
-        num_real_tokens=num_real,
+        num_real_tokens=sum(int((~here).sum()) for here in padding),
         kept=None if kept is None else join([kept], torch.int64),
     )
 

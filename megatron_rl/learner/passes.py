@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 
 from megatron_rl.config.learner import LearnerConfig
 from megatron_rl.exact.invariant import batch_invariant
@@ -381,11 +382,15 @@ class Passes:
         """One pass over a packed row: logits [1, N, V/tp] on the last stage. ``model``: wrapped; None: the bare one."""
         if not use_transformer_engine(self._device, self._exact):
             self._module.rotary_pos_emb.position_ids = microbatch.position_ids
+        padding = microbatch.padding
+        if not self._module.pre_process:  # the first stage alone cuts it as it cuts the row
+            padding = scatter_to_sequence_parallel_region(padding.t()).t()
         return (model or self._module)(
             input_ids=microbatch.tokens,
             position_ids=microbatch.position_ids[None],
             attention_mask=None,
             packed_seq_params=microbatch.packed,
+            padding_mask=padding,
         )
 
     def share(self, values: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:

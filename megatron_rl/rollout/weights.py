@@ -24,6 +24,7 @@ from functools import partial
 
 import torch
 
+from megatron_rl.checkpoint.state import model_tensors
 from megatron_rl.config.rollout import Block, QuantizationConfig, WeightType
 from megatron_rl.model.architecture import Architecture
 from megatron_rl.rollout.generator import RolloutError
@@ -88,8 +89,7 @@ def parameter_checksums(model: torch.nn.Module) -> dict[str, int]:
 
     CRC-32 on a CPU; on another device `device_checksum`, for which nothing is copied to the host.
     """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: _checksum(tensor.detach()) for name, tensor in tensors if tensor.numel()}
+    return {name: _checksum(tensor.detach()) for name, tensor in model_tensors(model).items() if tensor.numel()}
 
 
 def _checksum(tensor: torch.Tensor) -> int:
@@ -205,8 +205,8 @@ def engine_rows(architecture: Architecture, num_rows: int) -> torch.Tensor:
 
 
 @contextmanager
-def replaced(pairs: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> Iterator[None]:
-    """Inside, parameters have other values, in the memory they have; their own come back."""
+def replaced(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Inside, tensors of a model have other values, in the memory they have; their own come back."""
     kept = []
     try:
         with torch.no_grad():

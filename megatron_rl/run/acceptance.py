@@ -14,6 +14,7 @@ import torch
 
 from megatron_rl.batch import build_batch
 from megatron_rl.checkpoint.shards import distributed_optimizers
+from megatron_rl.checkpoint.state import model_tensors
 from megatron_rl.config.sections import AcceptanceConfig
 from megatron_rl.rollout.requests import everywhere
 from megatron_rl.run.engines import hand_over
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class Snapshot:
-    """What an update changes: weights, Adam's states and fp32 masters, its groups' numbers, the schedule, the loss
-    scale and the counters. Costs as much host memory as these take, on every rank. Collective, as is `restore`."""
+    """What an update changes: the model's tensors, Adam's states and fp32 masters, its groups' numbers, the schedule,
+    the loss scale and the counters. Costs as much host memory as these take, on every rank. Collective, as is `restore`."""
 
     def __init__(self, learner: Learner) -> None:
         learner.offload.come_back()
@@ -43,6 +44,11 @@ class Snapshot:
         overflow = learner.overflow
         self._numbers = copy.deepcopy((learner.num_updates, overflow.state_dict(), overflow.scaler.state_dict()))
         self._schedule = copy.deepcopy(_of_schedule(learner))
+
+    @property
+    def num_updates(self) -> int:
+        """The policy version that `restore` goes back to."""
+        return self._numbers[0]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -71,9 +77,9 @@ def _adams(learner: Learner) -> list[torch.optim.Optimizer]:
 
 
 def _tensors(learner: Learner) -> list[torch.Tensor]:
-    """Weights, and the masters of those that have any."""
+    """The model's, and the masters of those that have any."""
     masters = [p for adam in _adams(learner) for group in adam.param_groups for p in group["params"]]
-    return [*learner.module.parameters(), *masters]
+    return [*model_tensors(learner.module).values(), *masters]
 
 
 def _values(state: dict[str, Any]) -> dict[str, Any]:
@@ -117,9 +123,11 @@ def judge(run: Run, step: int, before: Snapshot) -> dict[str, float]:
     """Score the update just made and sent, undo it where the score is too low, and return `acceptance/*`.
 
     An undone update leaves learner and engine bit for bit as they were. A gap that is not known, or no number, is no
-    reason to keep an update.
+    reason to keep an update. One that was skipped is not judged: to undo it would undo the count of what overflowed.
     """
     config, learner, generator = run.recipe.acceptance, run.learner, run.generator
+    if learner.num_updates == before.num_updates:
+        return {}
     with run.monitor.phase("acceptance"):
         prompts = list(run.validation)[: config.prompts]
         groups = generator.rollout(prompts, config.num_samples, policy_version=learner.num_updates, step=step)

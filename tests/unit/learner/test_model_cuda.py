@@ -159,7 +159,7 @@ def test_gloo_twins_of_groups_where_nccl_is_the_backend(monkeypatch, device):
     monkeypatch.setattr(optimizer, "get_megatron_optimizer", adam)
     module = torch.nn.Linear(1, 1)
     module.config = type("Config", (), {})()
-    optimizer.with_optimizer(module, LearnerConfig(), torch.device(device))
+    optimizer.with_optimizer(module, LearnerConfig(), torch.device(device), None)
     assert asked == {"use_gloo_process_groups": device == "cuda"}
 
 

@@ -33,34 +33,17 @@ def layer(**experts: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def test_unmarked_expert_weights_are_marked():
+@pytest.mark.parametrize("megatrons", [None, False, True])
+def test_expert_weights_are_no_copies_whatever_their_layers_mark(megatrons):
     model = layer(linear_fc1=GroupedWeights(2), linear_fc2=GroupedWeights(2))
-    assert not any(param_is_not_tensor_parallel_duplicate(p, SecondRank()) for p in model.parameters())
+    for parameter in model.mlp.experts.parameters() if megatrons is not None else ():
+        set_tensor_model_parallel_attributes(parameter, megatrons, 1, 2)
     mark_expert_parameters(model)
     for name, parameter in model.named_parameters():
         is_expert = "experts" in name
         assert param_is_not_tensor_parallel_duplicate(parameter, SecondRank()) == is_expert, name
         assert getattr(parameter, "allreduce", True) != is_expert, name
-    assert [p.partition_dim for p in model.mlp.experts.parameters()] == [0, 0, 1, 1]
-
-
-def test_megatrons_own_marks_stay():
-    model = layer(linear_fc1=GroupedWeights(1))
-    set_tensor_model_parallel_attributes(model.mlp.experts.linear_fc1.weight0, True, 1, 2)
-    mark_expert_parameters(model)
-    assert model.mlp.experts.linear_fc1.weight0.partition_stride == 2
-
-
-def test_an_expert_weight_of_no_known_layer_is_refused():
-    with pytest.raises(RuntimeError, match=r"mlp\.experts\.linear_fc9\.weight0: an expert parameter of no known layer"):
-        mark_expert_parameters(layer(linear_fc9=GroupedWeights(1)))
-
-
-def test_an_expert_weight_marked_as_a_copy_is_refused():
-    model = layer(linear_fc1=GroupedWeights(1))
-    set_tensor_model_parallel_attributes(model.mlp.experts.linear_fc1.weight0, False, -1, 1)
-    with pytest.raises(RuntimeError, match="marked as a copy"):
-        mark_expert_parameters(model)
+        assert not is_expert or not parameter.sequence_parallel
 
 
 def test_projections_to_latent_vectors_count_once_whatever_their_layers_mark():

@@ -59,7 +59,7 @@ def test_numbers_of_adam_reach_megatron(monkeypatch):
         optimizer, "get_megatron_optimizer", lambda settings, *_, **__: SimpleNamespace(scale_loss=None, got=settings)
     )
     model = SimpleNamespace(config=None)
-    _, adam = with_optimizer(model, LearnerConfig(optimizer=OptimizerConfig(**given)), torch.device("cpu"))
+    _, adam = with_optimizer(model, LearnerConfig(optimizer=OptimizerConfig(**given)), torch.device("cpu"), None)
     names = {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_eps"}
     assert {key: getattr(adam.got, names.get(key, key)) for key in given} == given
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from megatron_rl.config.sections import AcceptanceConfig
-from megatron_rl.run.acceptance import post_update_gap, tolerance_at
+from megatron_rl.run.acceptance import judge, post_update_gap, tolerance_at
 from megatron_rl.types import Sequence
 from tests.support.rounding import rounded
 from tests.support.tiny import DATA, tiny_recipe
@@ -81,3 +82,11 @@ def test_what_cannot_be_scored_or_undone_is_refused(sections, message):
     data = {"data": {"validation": str(DATA / "validation.jsonl")}} if sections else {}
     with pytest.raises(ValidationError, match=message):
         tiny_recipe(**{"acceptance": {"tolerance": 0.1}, **data, **sections})
+
+
+def test_a_skipped_update_is_not_judged():
+    """To take it back would take back the loss scale's step and the count that ends a run of overflows."""
+    run = SimpleNamespace(
+        recipe=SimpleNamespace(acceptance=None), learner=SimpleNamespace(num_updates=3), generator=None
+    )
+    assert judge(run, 5, SimpleNamespace(num_updates=3)) == {}
