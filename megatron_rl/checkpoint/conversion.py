@@ -25,7 +25,15 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rl.checkpoint import manifest
-from megatron_rl.checkpoint.hf_folder import SHOWN, HFFolder, check_weights, copy_companions, some, write_hf_checkpoint
+from megatron_rl.checkpoint.hf_folder import (
+    SHOWN,
+    HFFolder,
+    Sampling,
+    check_weights,
+    copy_companions,
+    some,
+    write_hf_checkpoint,
+)
 from megatron_rl.checkpoint.manifest import MANIFEST_FILE, TRAINER_FILE, partial_path
 from megatron_rl.checkpoint.save import INDEX_FILE, WEIGHTS_FILE, no_foreign_code
 from megatron_rl.checkpoint.shards import CONTENT_METADATA, half_of, interleaved, join_qkv, split_qkv
@@ -66,6 +74,12 @@ class MegatronFolder:
         problems = []
         if missing := [key for key in expected if key not in self.tensors]:
             problems.append(f"lacks {some(missing)}")
+        if any(".lora_" in key for key in self.tensors):
+            raise InputError(
+                f"{self.path}: holds adapters (learner.lora) beside the weights; a run with checkpoint.export_hf adds "
+                "them up in its checkpoints/hf. To get it, train on from this checkpoint with --set "
+                "checkpoint.export_hf=true"
+            )
         others = [k for k in self.tensors if k not in expected and not k.startswith(_OPTIMIZER_PREFIX)]
         if others and not prefix:
             problems.append(f"holds tensors that this architecture has no place for: {some(others)}")
@@ -116,7 +130,13 @@ class MegatronFolder:
 
 
 def to_hf(
-    source: Path, target: Path, model: Path, *, dtype: torch.dtype | None = None, master: bool = False
+    source: Path,
+    target: Path,
+    model: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    master: bool = False,
+    sampling: Sampling | None = None,
 ) -> dict[str, str]:
     """Write the weights of the Megatron checkpoint ``source`` to ``target`` in Hugging Face layout.
 
@@ -124,6 +144,7 @@ def to_hf(
         model: folder with the config.json and tokenizer that belong to them.
         dtype: what to round to; None: as stored.
         master: take the optimizer's fp32 master weights instead of the model's own.
+        sampling: of the run that wrote it.
 
     Returns:
         SHA-256 by Hugging Face name of what was read; what was written has been compared with it.
@@ -138,7 +159,7 @@ def to_hf(
     folder.check(a, prefix)
     partial = _prepare(target, folder.num_bytes(a, prefix, dtype))
     digests: dict[str, str] = {}
-    write_hf_checkpoint(partial, _tapped(folder.hf_weights(a, prefix, dtype), digests), model, FILE_BYTES)
+    write_hf_checkpoint(partial, _tapped(folder.hf_weights(a, prefix, dtype), digests), model, FILE_BYTES, sampling)
     verify("written", HFFolder(partial).items(), digests)
     partial.rename(target)
     return digests

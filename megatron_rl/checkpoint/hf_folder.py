@@ -13,6 +13,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import InputError
-from megatron_rl.model.architecture import Architecture, read_object
+from megatron_rl.model.architecture import Architecture, read_architecture, read_object
 from megatron_rl.model.families import FAMILIES
 from megatron_rl.model.names import stored_tensors
 from megatron_rl.process.ranks import together, world_rank
@@ -292,13 +293,40 @@ def resolve_stop_token_ids(wanted: list[int] | None, folder: Path) -> list[int]:
 
 
 FILE_BYTES = 4 * 2**30  # largest file, as the hub's tools write them
+CHAT_TEMPLATE, NAMED_TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # transformers' names
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt")
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How a run made prompts and ended responses, where that is not as its model's folder says."""
+
+    chat_template: Path | None = None
+    stop_token_ids: list[int] | None = None
+
+    @classmethod
+    def of(cls, chat_template: str, stop_token_ids: list[int] | None) -> Sampling:
+        """``chat_template``: as `data.prompt.chat_template`, of which a path alone can go into a folder."""
+        return cls(None if chat_template in ("auto", "none") else Path(chat_template), stop_token_ids)
+
+    def state(self, folder: Path) -> None:
+        """Make ``folder`` serve what the run sampled."""
+        if self.chat_template is not None:
+            shutil.copyfile(self.chat_template, folder / CHAT_TEMPLATE)
+        if self.stop_token_ids is not None:
+            file = folder / "generation_config.json"
+            config = read_object(file) if file.is_file() else {}
+            _write_object(file, config | {"eos_token_id": self.stop_token_ids})
+
+
 def write_hf_checkpoint(
-    folder: Path, weights: Iterable[tuple[str, torch.Tensor]], source: Path, file_bytes: int = FILE_BYTES
+    folder: Path,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    source: Path,
+    file_bytes: int = FILE_BYTES,
+    sampling: Sampling | None = None,
 ) -> None:
-    """Write ``weights`` to ``folder`` beside the configuration and tokenizer files of ``source``.
+    """Write ``weights`` to ``folder`` beside the configuration and tokenizer files of ``source``, as ``sampling`` says.
 
     Every rank calls it, because streaming the weights is collective; rank 0 writes, and needs memory for three times
     ``file_bytes``, the largest file. Raises `Fault` on every rank where rank 0 could not write.
@@ -309,6 +337,7 @@ def write_hf_checkpoint(
         try:
             if world_rank() == 0:
                 _write(folder, stream, source, file_bytes)
+                (sampling or Sampling()).state(folder)
         finally:
             for _ in stream:  # the other ranks are in the middle of the stream, even if rank 0's disk is full
                 pass
@@ -322,14 +351,17 @@ def _write(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Pa
     copy_companions(source, folder, leave_out=("README.md",))  # a model card speaks of other weights
     weight_map: dict[str, str] = {}
     total_size = 0
-    dtypes: set[torch.dtype] = set()
+    dtypes: set[torch.dtype] = set()  # of weights: buffers have one of their own
+    buffers = {
+        name for entry in stored_tensors(read_architecture(source)) if entry.is_buffer for name in entry.hf_names
+    }
     for number, tensors in enumerate(_in_files(experts_in_one(weights), file_bytes), start=1):
-        name = f"model-{number:05d}.safetensors"
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod(_usual_mode())  # safetensors makes files that their owner alone can read
-        weight_map |= dict.fromkeys(tensors, name)
+        file = f"model-{number:05d}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(_usual_mode())  # safetensors makes files that their owner alone can read
+        weight_map |= dict.fromkeys(tensors, file)
         total_size += sum(tensor.nbytes for tensor in tensors.values())
-        dtypes |= {tensor.dtype for tensor in tensors.values()}
+        dtypes |= {tensor.dtype for name, tensor in tensors.items() if name not in buffers}
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     if len(dtypes) == 1:
@@ -371,7 +403,11 @@ def _state_dtype(file: Path, dtype: torch.dtype) -> None:
     # transformers 5 writes `dtype`, earlier releases `torch_dtype`; both read the latter.
     for key in [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]:
         config[key] = str(dtype).removeprefix("torch.")
-    file.write_text(json.dumps(config, indent=2) + "\n")
+    _write_object(file, config)
+
+
+def _write_object(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def copy_companions(source: Path, folder: Path, leave_out: Collection[str] = ()) -> None:
@@ -380,6 +416,8 @@ def copy_companions(source: Path, folder: Path, leave_out: Collection[str] = ())
     for file in Path(source).iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and file.name not in leave_out:
             shutil.copy2(file, folder / file.name)
+    if (templates := Path(source) / NAMED_TEMPLATES).is_dir():
+        shutil.copytree(templates, folder / NAMED_TEMPLATES, dirs_exist_ok=True)
 
 
 def _in_files(weights: Iterable[tuple[str, torch.Tensor]], file_bytes: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -69,7 +69,7 @@ def run_convert(options: argparse.Namespace) -> int:
     from megatron_rl.checkpoint import conversion
     from megatron_rl.checkpoint.manifest import checkpoint_step
     from megatron_rl.learner.model import DTYPES
-    from megatron_rl.run.saving import run_of_checkpoint, write_model_card
+    from megatron_rl.run.saving import run_of_checkpoint, sampling_of, write_model_card
 
     if options.logits and (options.dtype or getattr(options, "master", False)):
         raise InputError(
@@ -85,8 +85,12 @@ def run_convert(options: argparse.Namespace) -> int:
                 f"convert to-hf: {model} has no config.json; --model names the folder that the run started from (its "
                 "recipe's model.path), which has config.json and the tokenizer"
             )
-        digests = conversion.to_hf(source, target, model.resolve(), dtype=dtype, master=options.master)
-        if (directory := run_of_checkpoint(source)) is not None:
+        directory = run_of_checkpoint(source)
+        sampling = None if directory is None else sampling_of(directory)
+        digests = conversion.to_hf(
+            source, target, model.resolve(), dtype=dtype, master=options.master, sampling=sampling
+        )
+        if directory is not None:
             write_model_card(target, directory, checkpoint_step(source))
         hf, megatron = target, source
     else:

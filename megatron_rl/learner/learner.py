@@ -19,7 +19,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_rl.checkpoint import save as checkpoint
-from megatron_rl.checkpoint.hf_folder import write_hf_checkpoint
+from megatron_rl.checkpoint.hf_folder import Sampling, write_hf_checkpoint
 from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config import Recipe
 from megatron_rl.config.base import FP32_STORED
@@ -468,8 +468,11 @@ class Learner:
         return Scorer(self.model, self.passes, self.replicas.own, mode, self._token_logprobs, self.device)
 
     def export_hf(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face checkpoint, with config and tokenizer of the starting one. Collective."""
-        write_hf_checkpoint(folder, self.weights.export(self._current), self.recipe.model.path)
+        """Write the weights as a Hugging Face checkpoint, with config and tokenizer of the starting one, that makes
+        prompts and ends responses as the run does. Collective."""
+        recipe = self.recipe
+        sampling = Sampling.of(recipe.data.prompt.chat_template, recipe.rollout.stop_token_ids)
+        write_hf_checkpoint(folder, self.weights.export(self._current), recipe.model.path, sampling=sampling)
 
     def save(self, folder: Path, state: dict[str, Any], keep_last: int = 0, protected: Collection[int] = ()) -> Path:
         """Checkpoint of this step. ``state``: what the loop wants back from `load`; JSON-able. See

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 class Snapshot:
     """What an update changes: the model's tensors, Adam's states and fp32 masters, its groups' numbers, the schedule,
-    the loss scale and the counters. Costs as much host memory as these take, on every rank. Collective, as is `restore`."""
+    the loss scale and the counters. Costs as much host memory as these take, on every rank. Collective, as is
+    `restore`."""
 
     def __init__(self, learner: Learner) -> None:
         learner.offload.come_back()

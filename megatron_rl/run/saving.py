@@ -30,6 +30,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint.hf_folder import CHAT_TEMPLATE, Sampling
 from megatron_rl.checkpoint.manifest import checkpoint_name
 from megatron_rl.checkpoint.save import PendingSave, SaveError, damage
 from megatron_rl.config.base import name_of_cached
@@ -343,6 +344,19 @@ def run_of_checkpoint(checkpoint: Path) -> RunDirectory | None:
     return directory if checkpoint.parent == directory.checkpoints and directory.recipe.is_file() else None
 
 
+def sampling_of(directory: RunDirectory) -> Sampling:
+    """How the run ``directory`` made prompts and ended responses. Raises `InputError` where its template is gone."""
+    recipe = parse(directory.recipe.read_text(encoding="utf-8"))[0]
+    prompt = {"chat_template": "auto", **recipe["data"].get("prompt", {})}
+    sampling = Sampling.of(prompt["chat_template"], recipe["rollout"].get("stop_token_ids"))
+    if sampling.chat_template is not None and not sampling.chat_template.is_file():
+        raise InputError(
+            f"{directory.recipe}: data.prompt.chat_template: {sampling.chat_template} is gone, and the model would be "
+            "served with other prompts than it was trained on; put the template back there"
+        )
+    return sampling
+
+
 def write_model_card(folder: Path, directory: RunDirectory, step: int) -> None:
     """Write `README.md` into ``folder``, which holds the weights of the run ``directory`` after ``step`` steps."""
     recipe = parse(directory.recipe.read_text(encoding="utf-8"))[0]
@@ -435,10 +449,21 @@ def _facts(recipe: Mapping[str, Any], environment: Mapping[str, Any], step: int)
         "Learning rate": f"{optimizer['lr']:g}",
         "Precision": f"learner {recipe['learner']['dtype']}, rollouts {rollout['dtype']}",
         "Responses": f"at most {rollout['max_response_length']} tokens at temperature {rollout['temperature']:g}",
+        "Prompts": _prompts(data.get("prompt", {})),
+        "Ends of responses": ", ".join(map(str, rollout.get("stop_token_ids") or ())),
         "Versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "Commit": (code_of(environment) or "").replace("+changes", " with changes"),
     }
     return [(name, value) for name, value in facts.items() if value]
+
+
+def _prompts(prompt: Mapping[str, Any]) -> str:
+    """What of `data.prompt` a reader has to do alike."""
+    template = prompt.get("chat_template", "auto")
+    words = {"auto": "chat template of the tokenizer", "none": "plain text, without the chat template"}
+    added = {"template": "{problem}", "system": None, "chat_template_args": {}}
+    others = [f"{key} {prompt[key]!r}" for key, default in added.items() if prompt.get(key, default) != default]
+    return "; ".join([words.get(template, f"{CHAT_TEMPLATE} (in the run: {template})"), *others])
 
 
 def _results(record: Mapping[str, float]) -> dict[str, dict[str, float]]:
