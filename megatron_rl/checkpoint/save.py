@@ -59,6 +59,7 @@ from megatron_rl.checkpoint.shards import (
 from megatron_rl.errors import Fault, InputError
 from megatron_rl.model.names import EXTRA_STATE
 from megatron_rl.process.ranks import broadcast_object, gather_objects, gather_to_main, together, world_rank, world_size
+from megatron_rl.process.run_files import read_json
 
 INDEX_FILE = ".metadata"
 
@@ -143,7 +144,7 @@ def load_checkpoint(path: Path, model: GPTModel, optimizer: MegatronOptimizer, v
         state = _load({"model": _without_extra_state(weights), "slices": slices}, path)
     _fill(model, state["model"])
     keep_loaded(optimizer)
-    return json.loads((path / TRAINER_FILE).read_text())
+    return read_json(path / TRAINER_FILE, {})
 
 
 def load_weights(path: Path, model: GPTModel, optimizer: MegatronOptimizer | None = None) -> None:
@@ -445,5 +446,7 @@ def _say(problem: BaseException) -> str:
     error: BaseException | None = problem
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
+    if error is None and "inline_container" in str(problem):  # torch's words for a file that ends too soon
+        return f"the file could not be written to its end, as where no space is left on the device ({problem})"
     error = error or problem
     return f"{type(error).__name__}: {error}"

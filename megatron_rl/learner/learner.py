@@ -67,6 +67,7 @@ from megatron_rl.objective import (
 from megatron_rl.objective.metrics import EFFECTIVE_SAMPLE
 from megatron_rl.process import fp32_products as products
 from megatron_rl.process.ranks import gather_objects
+from megatron_rl.process.run_files import settled
 from megatron_rl.rollout.weights import rounded_weights
 from megatron_rl.schedule import rate_factor
 from megatron_rl.types import Batch
@@ -488,9 +489,7 @@ class Learner:
         in_background: bool = True,
     ) -> checkpoint.PendingSave:
         """As `save`, written while training goes on; see `checkpoint.begin_save`."""
-        own = {"step": self.step, "num_updates": self.num_updates, "scheduler": self.scheduler.state_dict()}
-        own["overflow"] = self.overflow.state_dict()
-        state, kept = {"learner": own, **state}, {"keep_last": keep_last, "protected": protected}
+        state, kept = {"learner": self._counts(), **state}, {"keep_last": keep_last, "protected": protected}
         with self.offload.readable_optimizer():
             return checkpoint.begin_save(
                 folder,
@@ -507,8 +506,16 @@ class Learner:
         """Continue from a checkpoint; returns the loop's ``state``. ``verify``: compare its files with their hashes."""
         self.offload.come_back()
         state = checkpoint.load_checkpoint(path, self.model, self.optimizer, verify)
-        own = state.pop("learner")
+        settled(path / checkpoint.TRAINER_FILE, state, "learner", self._go_on, self._counts())
+        del state["learner"]
+        return state
+
+    def _counts(self) -> dict[str, Any]:
+        """What goes on beside tensors; JSON-able."""
+        own = {"step": self.step, "num_updates": self.num_updates}
+        return own | {"scheduler": self.scheduler.state_dict(), "overflow": self.overflow.state_dict()}
+
+    def _go_on(self, own: dict[str, Any]) -> None:
         self.step, self.num_updates = own["step"], own["num_updates"]
         self.scheduler.load_state_dict(own["scheduler"])
         self.overflow.load_state_dict(own["overflow"])
-        return state

@@ -21,6 +21,8 @@ from typing import Any
 
 from megatron_rl.errors import InputError, printable, shown
 from megatron_rl.process.devices import default_device
+from megatron_rl.process.host import write_whole
+from megatron_rl.process.run_files import own_file, read_json
 
 STOP_FILE = "STOP"  # after `touch RUN/STOP` the run saves after the current step and exits
 
@@ -96,11 +98,17 @@ class RunDirectory:
     def check(self) -> None:
         """Raise `InputError` if a name that the run needs is taken, such as a file in place of a folder.
 
-        Copies (samples, log) are not checked: the run continues when they fail. So does it for metrics.jsonl, up to its
-        end.
+        A file may be no link: what it leads to is not the run's. Else copies (samples, log) are not checked: the run
+        continues when they fail. So does it for metrics.jsonl, up to its end.
         """
         folders = (self.root, self.tensorboard, self.checkpoints, self.batches, self.plots)
         files = (self.recipe, self.environment, self.done, self.lock)
+        for path in (*files, self.metrics, self.samples, self.log, self.rollbacks):
+            if path.is_symlink() and (path.exists() or path not in files):
+                raise InputError(
+                    f"run directory {self.root}: {path.name} is a link, and a run writes to files of its own; put the "
+                    "file itself there, or give the run another name (--set name=…)"
+                )
         for path in (*folders, *files, self.root / STOP_FILE):
             try:
                 kind = path.stat().st_mode
@@ -200,7 +208,7 @@ def _is_before(line: bytes, step: int) -> bool:
 
 def append_whole(path: Path, data: bytes) -> None:
     """Append ``data`` in one system call. After a partial write (disk full), truncate the file and raise OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = own_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         before = os.fstat(descriptor).st_size
         written = os.write(descriptor, data)
@@ -212,20 +220,24 @@ def append_whole(path: Path, data: bytes) -> None:
 
 
 def drop_from(path: Path, step: int) -> None:
-    """Drop the lines of ``step`` and later, and an incomplete last line. A missing file is left as it is."""
+    """Drop the lines of ``step`` and later, and an incomplete last line. A missing file is left as it is.
+
+    Raises `InputError` for a file of which no line is a record: it is not the run's.
+    """
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
     earlier = [line for line in lines if _is_before(line, step)]
+    if len(lines) > 1 and not any(_is_before(line, sys.maxsize) for line in lines):
+        raise InputError(f"{path}: none of its {len(lines)} lines is a record of a run; move it away, or restore it")
     if earlier == lines[: len(earlier)]:  # the usual case: truncate, which works on a full disk
-        os.truncate(path, sum(map(len, earlier)))
+        descriptor = own_file(path, os.O_WRONLY)
+        try:
+            os.ftruncate(descriptor, sum(map(len, earlier)))
+        finally:
+            os.close(descriptor)
         return
-    partial = path.with_name(f".partial-{path.name}")
-    with partial.open("wb") as file:
-        file.writelines(earlier)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    write_whole(path, b"".join(earlier), durable=True)
 
 
 class JsonlSink:
@@ -378,10 +390,9 @@ def without_login(text: str) -> str:
 
 def _read_record(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_text())
-    except (ValueError, RecursionError):  # the process was killed while writing it: only this record is lost
+        return read_json(path, {"resumed": [{}]})
+    except InputError:  # the process was killed while writing it: only this record is lost
         return {}
-    return record if isinstance(record, dict) else {}
 
 
 def write_environment(
@@ -409,9 +420,7 @@ def write_environment(
     if path.is_file():
         record = _read_record(path)
         record.setdefault("resumed", []).append(current)
-    partial = path.with_name(f".partial-{path.name}")
-    partial.write_text(json.dumps(record, indent=2) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps(record, indent=2) + "\n")
     return current
 
 

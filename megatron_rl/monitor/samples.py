@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,6 +23,7 @@ from megatron_rl.config.data import DataSourceConfig
 from megatron_rl.config.monitor import SamplesConfig
 from megatron_rl.errors import InputError, printable, shown
 from megatron_rl.monitor.run_directory import append_whole, drop_from
+from megatron_rl.process.host import write_whole
 from megatron_rl.process.ranks import gather_objects, gather_rows, world_rank, world_size
 from megatron_rl.types import Batch, Group, Prompt, Rollout
 from megatron_rl.types import Sequence as Trained
@@ -197,9 +197,7 @@ class SampleFile:
             if (room := room - len(line)) < 0:
                 break
             newest.append(line)
-        partial = self.path.with_name(f".partial-{self.path.name}")
-        partial.write_bytes(b"".join(reversed(newest)))
-        os.replace(partial, self.path)
+        write_whole(self.path, b"".join(reversed(newest)))
 
 
 def _encode(sample: dict[str, Any]) -> bytes:

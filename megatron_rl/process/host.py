@@ -98,11 +98,22 @@ def outlasting_readers(hint: str) -> Iterator[None]:
         sys.stdout, sys.stderr = streams.values()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``: a reader finds the former file or the whole new one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None:
+    """Write ``content`` to ``path``: a reader finds the former file or the whole new one. A link there is replaced.
+
+    ``durable``: it survives a loss of power from the moment this returns.
+    """
+    partial = path.with_name(f".partial-{path.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    try:
+        with partial.open("xb") as file:  # no link: its target is another's
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -29,6 +29,8 @@ from megatron_rl.config.yaml12 import parse
 from megatron_rl.data import prompts_digest
 from megatron_rl.errors import InputError
 from megatron_rl.monitor import RunDirectory
+from megatron_rl.process.host import write_whole
+from megatron_rl.process.run_files import read_json, settled
 from megatron_rl.types import Prompt
 
 MAY_CHANGE = (
@@ -310,7 +312,7 @@ def keep_recipe(directory: RunDirectory, recipe: Recipe, step: int) -> None:
         kept = [_keep(directory, 1, 0, directory.recipe.read_text(encoding="utf-8"))]
     if not kept or kept[-1].read_text(encoding="utf-8").partition("\n")[2] != text:
         _keep(directory, len(kept) + 1, step, text)
-    _write(directory.recipe, text)
+    write_whole(directory.recipe, text)
 
 
 def recipe_in_force(directory: RunDirectory, step: int) -> Path:
@@ -332,25 +334,14 @@ def recipes_of(directory: RunDirectory) -> list[tuple[int, Path]]:
 
 def _keep(directory: RunDirectory, number: int, step: int, text: str) -> Path:
     path = directory.kept_recipe(number)
-    _write(path, f"# in force from step {step} on, {time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}")
+    write_whole(path, f"# in force from step {step} on, {time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}")
     return path
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing: a resume has to read it."""
-    partial = path.with_name(f".partial-{path.name}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def read_step(checkpoint: Path) -> int:
     """The step that a run's checkpoint was written after. Raises `InputError` where it names none."""
-    try:
-        return int(json.loads((checkpoint / TRAINER_FILE).read_text(encoding="utf-8"))["learner"]["step"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{checkpoint}: {TRAINER_FILE} names no step ({error!r}); is it a run's checkpoint?"
-        ) from error
+    file = checkpoint / TRAINER_FILE
+    return settled(file, read_json(file, {}), "learner", lambda own: int(own["step"]), {"step": 0})
 
 
 def begin_step(directory: RunDirectory, checkpoint: Path | None, num_steps: int) -> int:

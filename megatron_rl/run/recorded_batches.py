@@ -27,6 +27,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +40,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.errors import InputError, shown
+from megatron_rl.process.host import write_whole
 from megatron_rl.process.ranks import gather_objects, world_rank
+from megatron_rl.process.run_files import UNFIT, read_json
 from megatron_rl.types import Batch, Sequence
 
 FORMAT_VERSION, READABLE = 3, (2, 3)
@@ -47,6 +50,8 @@ MAX_LOGPROB = 1e-4  # above this it cannot be rounding: probabilities do not exc
 IMPORTED = "imported/responses"
 """Metric of a batch that was imported from a dump of another project: its number of responses."""
 T = TypeVar("T")
+_STEP_FILE = re.compile(r"step_(\d{8,})\.json")
+_LIKE = {"kept": True, "parts": [{"sequences": [0]}], "minibatches": [[0]], "sequences": [{"id": ""}], "metrics": {}}
 _PER_TOKEN = ("inference_logprobs", "old_logprobs", "current_logprobs", "loss_mask", "policy_versions")
 
 
@@ -66,7 +71,17 @@ def batch_path(folder: Path, step: int) -> Path:
 
 def recorded_steps(folder: Path) -> list[int]:
     """Steps whose batches are complete, in order."""
-    return sorted(int(path.stem.removeprefix("step_")) for path in Path(folder).glob("step_*.json"))
+    matches = (_STEP_FILE.fullmatch(path.name) for path in Path(folder).glob("step_*.json"))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """The JSON file of a batch. Raises `InputError` where it is not one of a run: cut, altered or a stray."""
+    described = read_json(path, _LIKE)
+    for name in (part.get("file") for part in described.get("parts", [])):
+        if not (isinstance(name, str) and Path(name).name == name and name.startswith(f"{path.stem}.")):
+            raise InputError(f"{path}: parts: {shown(name, 60)} is not the name of a part of this batch; restore it")
+    return described
 
 
 def record_batch(
@@ -102,6 +117,7 @@ def record_batch(
     def write_part() -> str | None:
         if rank not in parts:
             return None
+        partial.unlink(missing_ok=True)  # perhaps a link, which safetensors would follow
         save_file(_arrays([batch.sequences[i] for i in parts[rank]]), partial)
         digest = _digest(partial)
         os.replace(partial, path.with_name(names[rank]))
@@ -111,8 +127,7 @@ def record_batch(
         if rank == 0:
             for part, writer in zip(described["parts"], parts, strict=True):
                 part["sha256"] = digests[writer]
-            partial.write_text(json.dumps(described))  # an indent takes five times as long
-            os.replace(partial, path)
+            write_whole(path, json.dumps(described))  # an indent takes five times as long
 
     try:
         _all_ranks(lambda: _make_room(path) if rank == 0 else None)
@@ -159,8 +174,8 @@ def _all_ranks(action: Callable[[], T]) -> list[T | None]:
 def delete_batch(folder: Path, step: int) -> bool:
     """Delete a step's batch, unless it is kept. Return whether it is gone."""
     path = batch_path(folder, step)
-    described = json.loads(path.read_text())
-    if described["kept"]:
+    described = read_description(path)
+    if described.get("kept", True):
         return False
     path.unlink()
     for part in parts_of(path, described):
@@ -171,9 +186,7 @@ def delete_batch(folder: Path, step: int) -> bool:
 def keep_batch(folder: Path, step: int) -> None:
     """From now on `delete_batch` leaves the step's batch."""
     path = batch_path(folder, step)
-    partial = path.with_name(f".partial-{path.stem}-{world_rank()}")
-    partial.write_text(json.dumps(json.loads(path.read_text()) | {"kept": True}))
-    os.replace(partial, path)
+    write_whole(path, json.dumps(read_description(path) | {"kept": True}))
 
 
 def batch_bytes(folder: Path, step: int) -> int:
@@ -216,13 +229,10 @@ def load_batch(path: Path) -> RecordedBatch:
         return _load(path, json.loads(path.read_text()))
     except InputError:
         raise
-    except (*_ALTERED, OSError) as error:
+    except (*UNFIT, SafetensorError, OSError) as error:
         raise InputError(
             f"recorded batch {path}: altered or damaged ({type(error).__name__}: {shown(error)}); copy it again"
         ) from error
-
-
-_ALTERED = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError, SafetensorError)
 
 
 def _load(path: Path, described: dict[str, Any]) -> RecordedBatch:
@@ -318,8 +328,8 @@ class BatchSlices:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self.described: dict[str, Any] = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            self.described = read_description(path)
+        except InputError as error:
             raise self._gone(error) from error
         if self.described.get("format_version") not in READABLE:
             raise InputError(

@@ -19,7 +19,6 @@ name there.
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +41,9 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.monitor import AlarmEvent, RunDirectory
 from megatron_rl.monitor.alarms import BUILT_IN
 from megatron_rl.monitor.run_directory import code_of, read_metrics
+from megatron_rl.process.host import write_whole
 from megatron_rl.process.ranks import any_rank, broadcast_object, on_main_rank, world_rank
+from megatron_rl.process.run_files import read_json
 from megatron_rl.run.recorded_batches import batch_bytes, delete_batch, keep_batch, recorded_steps
 
 EXIT_WAIT_S = 60.0  # for a thread that still writes when the run ends by an error
@@ -231,7 +232,7 @@ class Evidence:
             alarms = [event for event in events if event.name not in UNRELATED]
             if alarms and self._config.evidence is not None:
                 self._keep(step, alarms, newest)
-        except OSError as error:
+        except (OSError, InputError) as error:
             self._say(f"recorder.evidence: step {step}: {error}", style="bold red")
 
     def state_dict(self) -> dict[str, Any]:
@@ -262,7 +263,12 @@ class Evidence:
                 break
             newest.insert(0, recorded)
         for recorded in sorted({*steps} - {*newest} - self._kept):
-            if delete_batch(self._batches, recorded):
+            try:
+                is_gone = delete_batch(self._batches, recorded)
+            except InputError as error:  # it is said once, and stays
+                self._say(f"{error}; it stays")
+                is_gone = False
+            if is_gone:
                 self._sizes.pop(recorded, None)
             else:
                 self._kept.add(recorded)
@@ -318,17 +324,13 @@ class Rollbacks:
         return self.count - before
 
     def _read(self) -> list[dict[str, Any]]:
-        if not self._file.is_file():
-            return []
         try:
-            return [{**event} for event in json.loads(self._file.read_text())]
-        except (ValueError, TypeError) as error:
-            raise InputError(f"{self._file}: not the list of rollbacks of a run ({error}); restore it") from error
+            return read_json(self._file, [{}]) if self._file.is_file() else []
+        except InputError as error:
+            raise InputError(f"{self._file}: not the list of rollbacks of a run ({error})") from error
 
     def _write(self) -> None:
-        partial = self._file.with_name(f".partial-{self._file.name}")
-        partial.write_text(json.dumps(self._events, indent=2) + "\n")
-        os.replace(partial, self._file)
+        write_whole(self._file, json.dumps(self._events, indent=2) + "\n")
 
 
 CARD = "README.md"
@@ -360,7 +362,8 @@ def sampling_of(directory: RunDirectory) -> Sampling:
 def write_model_card(folder: Path, directory: RunDirectory, step: int) -> None:
     """Write `README.md` into ``folder``, which holds the weights of the run ``directory`` after ``step`` steps."""
     recipe = parse(directory.recipe.read_text(encoding="utf-8"))[0]
-    environment = json.loads(directory.environment.read_text()) if directory.environment.is_file() else {}
+    like = {"versions": {"": ""}, "git": {"commit": "", "changed": []}, "resumed": [{}]}
+    environment = read_json(directory.environment, like) if directory.environment.is_file() else {}
     records = read_metrics(directory.metrics) if directory.metrics.is_file() else []
     (folder / CARD).write_text(model_card(recipe, environment, records, step), encoding="utf-8")
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.manifest import checkpoint_name, checkpoint_step, list_checkpoints
+from megatron_rl.checkpoint.manifest import TRAINER_FILE, checkpoint_name, checkpoint_step, list_checkpoints
 from megatron_rl.checkpoint.save import SaveError
 from megatron_rl.config import Recipe
 from megatron_rl.config.model_rules import confirm_contract, contract, first_step_alarms
@@ -31,6 +31,7 @@ from megatron_rl.process.ranks import (
     on_main_rank,
     world_rank,
 )
+from megatron_rl.process.run_files import settled
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.rewarder import Scores, refuse_too_many, score_shared
 from megatron_rl.rollout import Generator
@@ -393,18 +394,22 @@ def continue_from(run: Run, checkpoint: Path, is_start: bool = True) -> None:
     ``is_start``: of this process; False: its sinks have the lines that could not be written yet.
     """
     state = load_beside(run.learner, run.generator, partial(run.learner.load, checkpoint, verify=False))
-    run.scores = {int(step): value for step, value in state["scores"].items()}
-    prompts = state["prompts"]
-    if checkpoint.resolve().parent != run.directory.checkpoints.resolve():  # a new run may have an order of its own
-        prompts = in_another_order(prompts, run.recipe.data.seed)
-    run.prompts.load_state_dict(prompts)
-    run.ahead.load_state_dict(state.get("ahead", []), run.train)
+    part = partial(settled, checkpoint / TRAINER_FILE, state)
+    is_own = checkpoint.resolve().parent == run.directory.checkpoints.resolve()
+    run.scores = part("scores", lambda scores: {int(step): float(value) for step, value in scores.items()}, {})
+
+    def order(prompts: dict[str, Any]) -> None:  # a new run may have one of its own
+        run.prompts.load_state_dict(prompts if is_own else in_another_order(prompts, run.recipe.data.seed))
+
+    part("prompts", order, run.prompts.state_dict())
+    part("ahead", lambda ahead: run.ahead.load_state_dict(ahead, run.train), run.ahead.state_dict(), [])
     if isinstance(run.generator, ExactGenerator):
-        run.generator.load_state_dict(state.get("exact", {}))
-    run.monitor.load_state_dict(state["monitor"] if is_start else state["monitor"] | {"unwritten": []})
-    run.evidence.load_state_dict(state.get("evidence", {}))
+        part("exact", run.generator.load_state_dict, run.generator.state_dict(), {})
+    unwritten = {} if is_start else {"unwritten": []}
+    part("monitor", lambda state: run.monitor.load_state_dict(state | unwritten), run.monitor.state_dict())
+    part("evidence", run.evidence.load_state_dict, {"alarm": 0, "checkpoint": 0}, {})
     run.monitor.resume_at(run.learner.step)
-    for _ in range(run.rollbacks.halvings_due(state.get("rollbacks", 0))):
+    for _ in range(part("rollbacks", run.rollbacks.halvings_due, 0, 0)):
         run.learner.scheduler.decay_now()
 
 

@@ -7,16 +7,18 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel as Box
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from megatron_rl.errors import InputError
+from megatron_rl.errors import InputError, printable
 from megatron_rl.instruments.watch import views
 from megatron_rl.instruments.watch.run import WatchedRun
 from megatron_rl.monitor.terminal import COLUMNS, format_duration, sparkline
@@ -37,7 +39,7 @@ _STATUS_WORDS = {"alarmed": "done, with alarms", "collapsed": "done, reward coll
 
 def watch(runs: Sequence[WatchedRun], every_s: float, once: bool, console: Console | None = None) -> None:
     """Draw ``runs`` until interrupted; with ``once``, or without a terminal, print them once and return."""
-    console = console or Console(file=sys.stdout, highlight=False)
+    console = console or Console(file=sys.stdout, highlight=False, markup=False)
     _read_all(runs)
     if once or not console.is_terminal:
         console.print(frame(runs, console.width))
@@ -62,7 +64,19 @@ def frame(runs: Sequence[WatchedRun], width: int) -> RenderableType:
     state = views.state(runs)
     parts = [_overview(state, width), _curves(runs, width), *_alarms(state)]
     parts += [_bands(runs, width), *_routes(runs, width), *_response(runs)]
-    return Group(*parts)
+    return Printable(Group(*parts))
+
+
+@dataclass(frozen=True)
+class Printable:
+    """``content`` with escapes for characters of its texts that could control a terminal: files may hold any."""
+
+    content: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self.content, options):
+            lines = segment.text.split("\n")
+            yield segment if segment.control else Segment("\n".join(map(printable, lines)), segment.style)
 
 
 def _style(index: int) -> str:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
@@ -268,13 +270,23 @@ class ServerClient:
             if self._wants_proof:
                 raise
             return ""
-        instance, shown = (reply.get(name) if isinstance(reply, dict) else None for name in ("instance", "proof"))
-        is_due = instance == self.address.instance if self.address.instance else isinstance(instance, str)
-        if is_due and shown == proof(self._token, instance, nonce):
-            return instance
+        if isinstance(reply, dict) and isinstance(instance := reply.get("instance"), str):
+            if self.address.instance or self.address.url.startswith("https:"):  # there a certificate names the place
+                is_due = self.address.instance in ("", instance)
+                shown, due = reply.get("proof"), [proof(self._token, instance, nonce)] if is_due else []
+            else:
+                shown, due = reply.get("here"), [proof(self._token, instance, nonce, *x) for x in await self._sockets()]
+            if shown in due:
+                return instance
         if self._wants_proof:
             raise Stranger(f"{INTRODUCTION}: {NO_PROOF}")
         return ""
+
+    async def _sockets(self) -> list[tuple[str, int]]:
+        """IP addresses and port that the server's URL leads to."""
+        url = urlsplit(self.address.url)
+        found = await asyncio.get_running_loop().getaddrinfo(url.hostname, url.port or 80, type=socket.SOCK_STREAM)
+        return [where[:2] for *_, where in found]
 
     async def _request(
         self,

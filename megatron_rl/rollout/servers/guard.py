@@ -225,8 +225,10 @@ class Guard:
         nonce = headers.get(NONCE, b"").decode("latin-1")[:MAX_NONCE]
         if nonce and state.token:
             if scope["path"] == INTRODUCTION:
-                shown = proof(state.token, state.instance, nonce)
-                return await _answer(send, 200, {"instance": state.instance, "proof": shown})
+                shown = {"proof": proof(state.token, state.instance, nonce)}
+                if scope.get("server"):
+                    shown["here"] = proof(state.token, state.instance, nonce, *scope["server"][:2])
+                return await _answer(send, 200, {"instance": state.instance, **shown})
             send = _with_proof(send, proof(state.token, state.instance, nonce))
         if not state.token or not _matches(headers.get(b"authorization", b""), state.token, state.instance):
             return await _answer(send, UNAUTHORIZED, {"error": "a valid token is required"})

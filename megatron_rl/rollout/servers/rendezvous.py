@@ -5,7 +5,9 @@ fixed ports. The token comes from the environment or a private file, and goes no
 
 * Every start of a server has an *instance*, a random text that its address names. The first request asks for it, with a
   random *nonce* and without a key. The answer bears `proof` for the token, the instance and this nonce: what does not
-  know the token cannot make it, and an earlier answer's does not fit.
+  know the token cannot make it, and an earlier answer's does not fit. Where the instance is not known before
+  (`rollout.servers.addresses`), the proof is also for the socket that the server was asked at: one that is passed on
+  from another server does not fit.
 * Later requests bear `key_for` the token and the instance, and a nonce each; every answer bears its proof. A key opens
   this start of this server alone.
 
@@ -57,9 +59,9 @@ def key_for(token: str, instance: str) -> str:
     return _mac(token, "trainer", instance)
 
 
-def proof(token: str, instance: str, nonce: str) -> str:
-    """What the server ``instance`` shows to who sent ``nonce``. Hexadecimal."""
-    return _mac(token, "server", instance, nonce)
+def proof(token: str, instance: str, nonce: str, *socket: Any) -> str:
+    """What the server ``instance`` shows to who sent ``nonce``, to its ``socket`` (IP address, port). Hexadecimal."""
+    return _mac(token, "server", instance, nonce, *map(str, socket))
 
 
 def _mac(token: str, *parts: str) -> str:

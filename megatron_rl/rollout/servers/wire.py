@@ -42,6 +42,7 @@ ALIGNMENT = 8
 HEAD_BYTES = 1 << 16  # a run length for each of 4000 weight updates during the response
 # Of a response, where the request or the model does not say it.
 MOST_TOKENS, MOST_ROUTES = 1 << 20, 1 << 14
+MIN_LOGPROB = -1e5  # far below what a softmax over logits of any model leaves to a token that was sampled
 _HEADER = struct.Struct("<4sHHII")
 _TYPES = {"tokens": ("<i4",), "logprobs": ("<f4",), "routes": ("|u1", "<u2"), "route_checksums": ("<i8",)}
 _DIMENSIONS = {"tokens": 1, "logprobs": 1, "routes": 3, "route_checksums": 1}
@@ -79,13 +80,15 @@ class Expected:
     rows_before: int  # of routes that come before those of the response's tokens: P - 1 - first_route
     wants_routes: bool
     model: ModelLimits | None
+    stop_token_ids: frozenset[int] = frozenset()  # empty: not known
 
     @classmethod
     def of(cls, body: dict[str, Any], model: ModelLimits | None) -> Expected:
         """Return what the answer to a request must be like. ``body``: of the request (`client.request_body`)."""
-        most = body.get("sampling_params", {}).get("max_tokens", MOST_TOKENS)
+        sampling = body.get("sampling_params", {})
+        most, stops = sampling.get("max_tokens", MOST_TOKENS), frozenset(sampling.get("stop_token_ids") or ())
         before = len(body.get("token_ids", ())) - 1 - body.get("first_route", 0)
-        return cls(most, before, bool(body.get("wants_routes", True)), model)
+        return cls(most, before, bool(body.get("wants_routes", True)), model, stops)
 
     @property
     def most_bytes(self) -> int:
@@ -114,6 +117,12 @@ class Expected:
             raise Damaged(f"token {answer.tokens.min()} or {answer.tokens.max()} is not in 0 … {vocab_size - 1}")
         if not (np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)).all():
             raise Damaged("a log-prob is not finite, or above 0")
+        if (logprobs < MIN_LOGPROB).any():
+            raise Damaged(f"a log-prob of {logprobs.min():g}; no token is sampled below {MIN_LOGPROB:g}")
+        if answer.finish_reason == "length" and number < self.max_tokens:
+            raise Damaged(f"cut at {number} tokens, {self.max_tokens} were asked for")
+        if answer.finish_reason == "stop" and self.stop_token_ids and answer.tokens[-1] not in self.stop_token_ids:
+            raise Damaged(f"ends with token {answer.tokens[-1]}, which is none of {sorted(self.stop_token_ids)[:8]}")
         self._check_routes(answer, number)
 
     def _check_routes(self, answer: Answer, number: int) -> None:

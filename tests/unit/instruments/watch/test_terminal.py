@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from megatron_rl.__main__ import main
+from megatron_rl.errors import printable
 from megatron_rl.instruments.watch import run as watched
 from megatron_rl.instruments.watch import terminal
 from megatron_rl.instruments.watch.run import WatchedRun
@@ -104,3 +111,16 @@ def test_who_holds_the_run_is_alive_silent_or_gone(tmp_path, monkeypatch):
     assert run.status() == "ended"
     written.directory.done.write_text("1")
     assert run.status() == "done"
+
+
+@given(st.text(alphabet=st.characters(), max_size=30))
+def test_no_text_of_a_file_controls_the_terminal(text):
+    """Whichever part of a frame shows it: one place escapes them all."""
+    table = Table(title=text, box=None)
+    table.add_row(text, Text(text, style="bold red"))
+    for content in (Text(text), table, Panel(Text(text), title=Text(text))):
+        out = io.StringIO()
+        Console(file=out, force_terminal=True, color_system=None, width=60, markup=False).print(
+            terminal.Printable(content)
+        )
+        assert printable(out.getvalue()) == out.getvalue()

@@ -397,7 +397,7 @@ def with_one(array: np.ndarray, value: float) -> np.ndarray:
 
 
 def test_a_response_within_the_bounds_of_its_request_is_taken():
-    for response in (answer(1), answer(6), replace(answer(), finish_reason="length")):
+    for response in (answer(1), answer(6), replace(answer(6), finish_reason="length")):
         assert (generated(sent(response)).tokens == response.tokens).all()
     unrecorded = replace(answer(), routes=with_one(with_one(answer().routes, 255)[..., ::-1], 255))
     assert (generated(sent(unrecorded)).routes[-1, -1] == 255).all()  # no record for a whole row
@@ -412,6 +412,8 @@ def test_a_response_within_the_bounds_of_its_request_is_taken():
 @pytest.mark.parametrize(
     ("response", "said"),
     [
+        (replace(answer(), finish_reason="length"), "cut at 4 tokens, 6 were asked for"),
+        (replace(answer(), logprobs=with_one(answer().logprobs, -3e38)), "a log-prob of -3e+38; no token is sampled"),
         (answer(7), "7 tokens, finish reason 'stop'; 6 were asked for"),
         (replace(answer(0), routes=None, route_checksums=None), "0 tokens"),
         (replace(answer(), tokens=with_one(answer().tokens, 99)), "token 0 or 99 is not in 0 … 98"),
@@ -597,6 +599,50 @@ def test_a_server_that_knows_the_token_proves_it_with_every_answer(instance):
             return await asked(Address("s", url, instance))
 
     assert asyncio.run(scene()) == ("s", {"tensors": 3, "bytes": 12}, 4)
+
+
+@pytest.mark.parametrize("stops", [[], [2, 3], [3]])
+@pytest.mark.parametrize("last", [3, 98])
+def test_a_response_that_stops_ends_with_a_stop_token(stops, last):
+    response = replace(answer(), tokens=with_one(answer().tokens, last))
+    body = {**BODY, "sampling_params": {"max_tokens": 6, "stop_token_ids": stops}}
+    if last == 3 or not stops:
+        assert generated(sent(response), body=body).tokens[-1] == last
+    else:
+        with pytest.raises(ServerLost, match="ends with token 98, which is none of"):
+            generated(sent(response), body=body)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("instance", ["instance of another", ""], ids=["published", "listed"])
+def test_what_passes_requests_on_to_a_server_is_shown_no_key(instance, host):
+    """Byte by byte, so that every proof of the real server arrives: each is for the socket that was asked."""
+    seen = []
+
+    async def scene():
+        async with guarded() as url:
+
+            async def passes_on(reader, writer):
+                there, back = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+
+                async def copy(source, target, keep):
+                    while data := await source.read(1 << 16):
+                        keep(data)
+                        target.write(data)
+
+                both = [copy(reader, back, seen.append), copy(there, writer, lambda data: None)]
+                await asyncio.gather(*both, return_exceptions=True)
+
+            relay = await asyncio.start_server(passes_on, "127.0.0.1", 0)
+            try:
+                await asked(Address("s", f"http://{host}:{relay.sockets[0].getsockname()[1]}", instance))
+            finally:
+                relay.close()
+
+    with pytest.raises(Stranger, match="does not prove"):
+        asyncio.run(asyncio.wait_for(scene(), 60))
+    assert seen
+    assert b"authorization" not in b"".join(seen).lower()
 
 
 @pytest.mark.parametrize("instance", [INSTANCE, ""], ids=["published", "listed"])
