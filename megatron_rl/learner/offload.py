@@ -189,11 +189,6 @@ class Offload:
             for tensor, own in moved:
                 tensor.data = own
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that this rank holds for what leaves."""
-        return self._states.nbytes + self._weights.nbytes
-
     def _optimizer_states(self) -> list[torch.Tensor]:
         """Moments and master weights; not weights that the optimizer changes in place, which are the model's (fp32)."""
         models = {_key(parameter) for parameter in self._module.parameters()}
