@@ -14,9 +14,6 @@ from megatron_rl.patching.series import PURPOSES, PatchError, Series
 from megatron_rl.shipped import checkout, shipped
 
 EXIT_NOT_APPLIED = 1
-OLD_NAMES = {"megatron-core": "megatron-core-0.16"}
-OLD_SCHEDULE = "megatron-lm"
-"""What the series `schedule` was called when it was a folder of its own."""
 
 
 def add_patch(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +35,7 @@ def add_patch(parser: argparse.ArgumentParser) -> None:
             if name == "matrix"
             else "Use these folders below patches/ (default: those for the tree, or for installed packages).",
         )
-        action.add_argument("--series", help=f"Take these series alone, with commas between: {', '.join(PURPOSES)}.")
+        action.add_argument("--series", help=f"Take these series alone, commas between them: {', '.join(PURPOSES)}.")
         action.add_argument(
             "--tree", help="Work on this git checkout or unpacked source tree instead of the installed package."
         )
@@ -69,16 +66,20 @@ def run_patch(options: argparse.Namespace) -> int:
 
     Project and release are found by themselves. Patches to Megatron come in series by purpose: routing, precision,
     schedule, fixes, cpu. Each applies alone and in any order, and is reverted alone; without --series, `apply` takes
-    all but schedule. A series that no package holds the files of (UPSTREAM: `Package: none`) is used only when it is
-    named, with --tree.
+    routing, precision and fixes, and cpu where torch or vLLM is the build for CPUs. A series that no package holds the
+    files of (UPSTREAM: `Package: none`) is used only when it is named, with --tree.
 
     To change the patches of a release, give them a git checkout: tag the pristine tree, `git am` the patches in the
     order of `series`, amend or add commits (one for each patch, with the trailers Origin, Forwarded, Drop-When and
     Test), then export. `export --tree DIR` without --base renews line numbers and hashes for a newer tree that the
     patches fit.
 
-    git applies patches all or nothing: if one hunk does not match, no file changes and the message names patch, file
-    and line. Exit status: 0 done (status: applied), 1 not applied, 2 error.
+    All or nothing: if one hunk does not match, no file changes and the message names patch, file and line. The record
+    of what was changed stands in the tree (megatron/core/patches.diff); `revert` takes that back, and refuses a file
+    that was edited in the same places. The next command ends what a killed one began.
+
+    Exit status: 0 done, 2 error. Of status: 0 all that it was asked about is applied (without --series: what apply
+    takes), 1 some of it is not, whether or not it fits.
     """
     try:
         if options.action == "matrix":
@@ -117,39 +118,18 @@ def named_purposes(options: argparse.Namespace) -> list[str] | None:
 def choose(options: argparse.Namespace) -> list[Series]:
     """The upstreams that are named; without names, all that the command can do something with."""
     known = releases.names(options.patches)
-    options.upstream = [name for name in options.upstream if not _is_old_schedule(options, name, known)]
     if not options.upstream and options.action != "check":
         if options.tree is not None:
             return [releases.for_tree(options.patches, Path(options.tree).resolve())]
         return [s for s in releases.of_installed_packages(options.patches) if s.purposes or options.series is None]
     if not options.upstream and options.tree is not None:
         return [releases.for_tree(options.patches, Path(options.tree).resolve())]
-    wanted = [current_name(name, known) for name in options.upstream] or known
+    wanted = options.upstream or known
     if unknown := [name for name in wanted if name not in known]:
         raise PatchError(f"no such upstream: {', '.join(unknown)}; there are: {', '.join(known)}")
     if options.tree is not None and len(wanted) != 1:
         raise PatchError(f"--tree is one tree: name one upstream of {', '.join(known)}, or none")
     return [Series.read(options.patches / name) for name in wanted]
-
-
-def _is_old_schedule(options: argparse.Namespace, name: str, known: list[str]) -> bool:
-    """Whether ``name`` is the old name of the series `schedule`, which is then the one that is taken."""
-    if name != OLD_SCHEDULE or name in known:
-        return False
-    print(f"note: {name} is the old name of --series schedule", file=sys.stderr)
-    if options.tree is None and options.action != "check":
-        raise PatchError(f"{name} is for a source tree: name yours with --tree, or take --series schedule")
-    options.series = "schedule"
-    return True
-
-
-def current_name(name: str, known: list[str]) -> str:
-    """Return ``name``, or the new name of a series if ``name`` is an old one."""
-    new = OLD_NAMES.get(name, name)
-    if name in known or new not in known:
-        return name
-    print(f"note: {name} is the old name of the series {new}", file=sys.stderr)
-    return new
 
 
 def on_tree(options: argparse.Namespace, series: Series) -> tuple[Series, releases.Target]:
@@ -172,7 +152,7 @@ def act(options: argparse.Namespace, series: Series, purposes: list[str] | None)
     if options.base:
         names = upstream.from_checkout(series, root, options.base, purposes and purposes[0])
     else:
-        names = upstream.refresh(series, series.load(root))
+        names = upstream.refresh(series, states.examine(series, releases.Target(root, None)).pristine)
     return f"wrote {len(names)} patches"
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.doctor.checks import Outcome, Setting, failed, not_run, passed, planned
-from megatron_rl.patching import releases, states
+from megatron_rl.patching import cpu, releases, states
 from megatron_rl.process.devices import local_gpu, sharing
 from megatron_rl.shipped import shipped
 
@@ -295,6 +295,10 @@ def patches(setting: Setting, folder: Path | None = None) -> Outcome:
         for series in releases.of_installed_packages(folder or shipped("patches"))
     ]
     table = {str(entry["upstream"]): {"version": entry["version"], "state": entry["state"]} for entry in reports}
+    for_cpus = [entry["upstream"] for entry in reports if entry["series"].get("cpu", {}).get("state") == states.APPLIED]
+    if for_cpus and not cpu.is_wanted():
+        problem = f"{for_cpus[0]} is written for CPUs, and this environment is for CUDA"
+        return failed(problem, "megatron-rl patch revert --series cpu", series=table)
     if bad := [entry for entry in reports if entry["state"] != states.APPLIED]:
         problem = "; ".join(
             f"{entry['upstream']} {entry['version']} is {entry['state']}"
@@ -303,7 +307,7 @@ def patches(setting: Setting, folder: Path | None = None) -> Outcome:
             for entry in bad
         )
         return failed(problem, "megatron-rl patch apply", series=table)
-    count = sum(len(entry["patches"]) for entry in reports)
+    count = sum(patch["applied"] for entry in reports for patch in entry["patches"])
     return passed(f"{count} patches in {', '.join(table)}", series=table)
 
 

@@ -225,10 +225,14 @@ def _elsewhere(distribution: importlib.metadata.Distribution) -> str:
     if origin.get("dir_info", {}).get("editable"):
         path = shlex.quote(unquote(urlsplit(origin["url"]).path))
         return f"it is an editable install, so name its source tree: --tree {path}"
-    name, version = distribution.metadata["Name"], distribution.version
-    return (
-        f"reinstall it (pip install --no-deps --force-reinstall {name}=={version}), or name a source tree with --tree"
-    )
+    pip = reinstall(distribution.metadata["Name"], distribution.version)
+    return f"reinstall it ({pip}), or name a source tree with --tree"
+
+
+def reinstall(package: str, version: str) -> str:
+    """The command that brings back the files of an installed package."""
+    python = "" if sys.version_info >= (3, 12) else " --ignore-requires-python"  # its source builds
+    return f"pip install --no-deps --force-reinstall{python} {package}=={version}"
 
 
 @contextlib.contextmanager

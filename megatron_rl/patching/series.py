@@ -18,6 +18,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megatron_rl.errors import InputError
+from megatron_rl.patching import cpu
 
 Files = dict[str, bytes | None]
 """Contents by path; None: the file does not exist."""
@@ -43,8 +44,8 @@ def run_git(folder: Path, *arguments: str, given: bytes = b"") -> subprocess.Com
         raise GitMissing("patches are read and applied by git, which is not installed (apt-get install git)") from None
 
 
-def apply(diff: bytes, files: Files, paths: Sequence[str], source: str, reverse: bool = False) -> Files:
-    """Return ``files`` after ``diff`` (``reverse``: before it), with changes to ``paths`` only.
+def apply(change: bytes, files: Files, paths: Sequence[str], source: str, reverse: bool = False) -> Files:
+    """Return ``files`` after ``change`` (``reverse``: before it), with changes to ``paths`` only.
 
     Removed lines and their context must match byte for byte; their position may differ. If a change does not fit,
     PatchError names it, after ``source``.
@@ -53,11 +54,11 @@ def apply(diff: bytes, files: Files, paths: Sequence[str], source: str, reverse:
         folder = Path(name).resolve()
         write_files(folder, {path: files[path] for path in paths})
         options = ["--whitespace=nowarn", *(f"--include={path}" for path in paths), *(["--reverse"] if reverse else [])]
-        done = run_git(folder, "apply", *options, "-", given=diff)
+        done = run_git(folder, "apply", *options, "-", given=change)
         if done.returncode != 0:
             lines = done.stderr.decode(errors="replace").strip().splitlines()
             raise PatchError(f"{source}: {'; '.join(line.removeprefix('error: ') for line in lines)}")
-        return files | {path: _content(folder / path) for path in paths}
+        return files | {path: content_of(folder / path) for path in paths}
 
 
 def write_files(folder: Path, files: Files) -> None:
@@ -68,20 +69,46 @@ def write_files(folder: Path, files: Files) -> None:
             (folder / path).write_bytes(content)
 
 
-def _content(path: Path) -> bytes | None:
+def content_of(path: Path) -> bytes | None:
+    """The content of a file; None: it does not exist."""
     return path.read_bytes() if path.is_file() else None
+
+
+def diff(old: Files, new: Files) -> bytes:
+    """Return git's diff of two states of files. Its `index` lines have their hashes (`blob`)."""
+    changed = [path for path in new if old[path] != new[path]]
+    with tempfile.TemporaryDirectory(prefix="patches-") as name:
+        for side, files in (("a", old), ("b", new)):
+            Path(name, side).mkdir()
+            write_files(Path(name, side), {path: files[path] for path in changed})
+        options = ("--no-color", "--no-ext-diff", "--no-renames", "--full-index", "--no-prefix", "--no-index")
+        done = run_git(Path(name), "diff", *options, "a", "b")
+    # A side without the file is named /dev/null only in its own place.
+    return re.sub(rb"(?m)^diff --git [ab]/(.*) [ab]/\1$", rb"diff --git a/\1 b/\1", done.stdout)
+
+
+def blob(content: bytes | None) -> str:
+    """The hash by which an `index` line names a file."""
+    if content is None:
+        return "0" * 40
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 TRAILERS = ("Origin", "Forwarded", "Drop-When", "Test")
 FOR_UPSTREAM = "Upstream-Test"
 """The trailer of patches to Megatron that says the smallest test which a pull request would bring."""
 PURPOSES = ("routing", "precision", "schedule", "fixes", "cpu")
-DEFAULT_PURPOSES = ("routing", "precision", "fixes", "cpu")
-"""What is applied if none is named: what runs and tests of this project need."""
+MEGATRON = "megatron/core"
+TEMPORARY_PREFIX = ".patches-new-"
+"""Of files that a command writes beside those that they are to replace."""
 _POOL = "megatron"
-_REQUIRED_PINS = ("Project", "Version", "Source", "Package", "Root", "Tree-Before", "Tree-After")
+_REQUIRED_PINS = ("Project", "Version", "Source", "Package", "Root", "Tree-Before")
 _PINS = (*_REQUIRED_PINS, "Download", "Checkout-Root")
-_LISTS = ("Superseded", "Lacking")
+
+
+def default_purposes() -> tuple[str, ...]:
+    """What is applied if none is named: what runs of this project need in this environment."""
+    return ("routing", "precision", "fixes", *(["cpu"] if cpu.is_wanted() else []))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +164,29 @@ class Patch:
         subject = subject.removeprefix("[PATCH] ")
         return cls(path.name, subject, trailers, diff, paths, frozenset(map(bytes.decode, created)), purpose)
 
-    def applied_to(self, files: Files, reverse: bool = False, only: str | None = None) -> Files:
-        """Return `files` after (`reverse`: before) this patch, or after its part for the file `only`."""
-        return apply(self.diff, files, self.paths if only is None else (only,), self.name, reverse)
+    def applied_to(self, files: Files, reverse: bool = False) -> Files:
+        """Return `files` after (`reverse`: before) this patch."""
+        return apply(self.diff, files, self.paths, self.name, reverse)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules(Patch):
+    """The series `cpu`: what it changes, the files that are given say."""
+
+    root: str
+
+    @classmethod
+    def below(cls, root: str) -> Rules:
+        """The rules for the sources below the folder ``root``."""
+        text = repr((cpu.PATTERNS, cpu.PLACES)).encode()
+        return cls("rules", "Name the CPU where the source names CUDA", {}, text, (), frozenset(), "cpu", root)
+
+    def applied_to(self, files: Files, reverse: bool = False) -> Files:
+        """Return `files` written for CPUs. Not reversible: the tree's record is what leads back."""
+        try:
+            return cpu.rewrite(files, self.root)
+        except InputError as error:
+            raise PatchError(f"cpu: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,15 +200,15 @@ class Series:
     patches: tuple[Patch, ...]
     files: dict[str, Path]
     """Where each patch stands, by its name."""
-    notes: dict[str, list[str]]
-    """What UPSTREAM says of patches that it does not list: `Superseded` by upstream, or `Lacking` and why."""
+    superseded: tuple[str, ...]
+    """What UPSTREAM says of patches that it does not list, because upstream has them."""
 
     @classmethod
     def read(cls, folder: Path) -> Series:
         """Parse, check and return the folder's series. Its list and its patch files must agree."""
         if not (folder / "UPSTREAM").is_file() or not (folder / "series").is_file():
             raise PatchError(f"{folder}: needs the files UPSTREAM and series")
-        pins, archives, notes = _read_pins(folder / "UPSTREAM")
+        pins, archives, superseded = _read_pins(folder / "UPSTREAM")
         lines = (line.split("#")[0].strip() for line in (folder / "series").read_text().splitlines())
         names = [line for line in lines if line]
         pool = folder.parent / _POOL
@@ -173,11 +220,13 @@ class Series:
             odd = sorted((own ^ present) | lost) or sorted({name for name in names if names.count(name) > 1})
             raise PatchError(f"{folder}/series and the patch files disagree about: {', '.join(odd)}")
         patches = tuple(map(Patch.read, files.values()))
+        if pins["Root"] == MEGATRON:
+            patches += (Rules.below(MEGATRON),)
         tops = tuple(pins[key] + "/" for key in ("Root", "Checkout-Root") if key in pins)
         outside = [path for patch in patches for path in patch.paths if not path.startswith(tops) or "/../" in path]
         if outside:
             raise PatchError(f"{folder.name}: files outside of {' and '.join(tops)}: {', '.join(outside)}")
-        return cls(folder, pins, archives, patches, files, notes)
+        return cls(folder, pins, archives, patches, files, superseded)
 
     @property
     def purposes(self) -> tuple[str, ...]:
@@ -189,7 +238,7 @@ class Series:
 
         SERIES/PATCH is that patch and those before it in its series, which it may build on.
         """
-        wanted = set(DEFAULT_PURPOSES if purposes is None else purposes)
+        wanted = set(default_purposes() if purposes is None else purposes)
         paths = [patch.path for patch in self.patches if patch.purpose]
         if unknown := sorted(name for name in wanted if "/" in name and name not in paths):
             raise PatchError(f"{self.name} has no {', '.join(unknown)}; it has {', '.join(paths)}")
@@ -202,11 +251,6 @@ class Series:
     def reachable(self, patch: Patch, files: Files) -> bool:
         """Whether the tree has what ``patch`` changes. A package has not all of the files of a checkout."""
         return all(files[path] is not None or path in patch.created or self._in_root(path) for path in patch.paths)
-
-    def known_by_hash(self, files: Files) -> str | None:
-        """`known_state` where it says everything: no file beyond the package's can be patched."""
-        reachable = {path for patch in self.patches if self.reachable(patch, files) for path in patch.paths}
-        return self.known_state(files) if all(map(self._in_root, reachable)) else None
 
     def _in_root(self, path: str) -> bool:
         return path.startswith(self.pins["Root"] + "/")
@@ -233,61 +277,22 @@ class Series:
 
     @property
     def paths(self) -> list[str]:
-        """Every file that the series touches, sorted."""
+        """Every file that a patch file touches, sorted."""
         return sorted({path for patch in self.patches for path in patch.paths})
 
     def load(self, root: Path) -> Files:
-        """Return the touched files as they are in `root`."""
-        return {path: (root / path).read_bytes() if (root / path).exists() else None for path in self.paths}
-
-    def pristine(self, files: Files) -> Files:
-        """Upstream's files, whichever patches each of `files` holds.
-
-        Files are looked at one by one: an interrupted run, or an upgrade that replaced some of them, leaves some
-        patched and some not. Raises PatchError if git has not undone what it would do.
-        """
-        return self.undo(files)[0]
-
-    def known_state(self, files: Files) -> str | None:
-        """Tree-Before or Tree-After, whichever pin has the hash of the package's files; git is not needed for that."""
-        return {self.pins[key]: key for key in ("Tree-Before", "Tree-After")}.get(self.tree_hash(files))
+        """Return the files that the series may touch, as they are in `root`."""
+        paths = set(self.paths)
+        if any(isinstance(patch, Rules) for patch in self.patches):
+            for folder, _, names in os.walk(root / MEGATRON):
+                where = Path(folder).relative_to(root)
+                names = [name for name in names if name.endswith(".py") and not name.startswith(TEMPORARY_PREFIX)]
+                paths |= {str(where / name) for name in names}
+        return {path: content_of(root / path) for path in sorted(paths)}
 
     def tree_hash(self, files: Files) -> str:
-        """The hash of those of `files` that a package holds."""
-        return tree_hash({path: content for path, content in files.items() if self._in_root(path)})
-
-    def undo(self, files: Files) -> tuple[Files, dict[str, set[str]]]:
-        """Upstream's files, and by path the names of the patches that `files` hold."""
-        held: dict[str, set[str]] = {path: set() for path in self.paths}
-        if self.known_by_hash(files) == "Tree-Before":
-            return files, held
-        pristine: Files = {}
-        for path in self.paths:
-            pristine[path], held[path] = self._undo(path, files[path])
-        return pristine, held
-
-    def applied(self, files: Files) -> dict[str, bool]:
-        """Whether each patch is in `files`: in all files that it touches."""
-        if known := self.known_by_hash(files):
-            return {patch.name: known == "Tree-After" and patch in self.of(None) for patch in self.patches}
-        held = self.undo(files)[1]
-        return {patch.name: all(patch.name in held[path] for path in patch.paths) for patch in self.patches}
-
-    def _undo(self, path: str, content: bytes | None) -> tuple[bytes | None, set[str]]:
-        """One file without the patches that it holds, and their names."""
-        state, held = {path: content}, []
-        for patch in reversed([patch for patch in self.patches if path in patch.paths]):
-            try:
-                state = patch.applied_to(state, reverse=True, only=path)
-            except PatchError:
-                continue
-            held.append(patch)
-        again = state
-        for patch in reversed(held):
-            again = patch.applied_to(again, only=path)
-        if again != {path: content}:
-            raise PatchError(f"{path}: in a state that {self.name}'s patches do not lead to")
-        return state[path], {patch.name for patch in held}
+        """The hash of those of `files` that a package holds and a patch file touches."""
+        return tree_hash({path: files[path] for path in self.paths if self._in_root(path)})
 
     def patched(self, pristine: Files, names: Collection[str] | None = None) -> Files:
         """Upstream's files with the patches of these names (None: with those that are applied by default)."""
@@ -308,10 +313,10 @@ def tree_hash(files: Files) -> str:
     return total.hexdigest()
 
 
-def _read_pins(path: Path) -> tuple[dict[str, str], dict[str, str], dict[str, list[str]]]:
+def _read_pins(path: Path) -> tuple[dict[str, str], dict[str, str], tuple[str, ...]]:
     pins: dict[str, str] = {}
     archives: dict[str, str] = {}
-    notes: dict[str, list[str]] = {key: [] for key in _LISTS}
+    superseded: list[str] = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
@@ -323,8 +328,8 @@ def _read_pins(path: Path) -> tuple[dict[str, str], dict[str, str], dict[str, li
             if not re.fullmatch(r"[0-9a-f]{64}", digest):
                 raise PatchError(f"{path}, line {number}: expected `Archive: FILE sha256:DIGEST`")
             archives[file] = digest
-        elif key in _LISTS:
-            notes[key].append(value)
+        elif key == "Superseded":
+            superseded.append(value)
         elif key in pins or key not in _PINS:
             raise PatchError(f"{path}, line {number}: {key}: repeated or unknown; known: {', '.join(_PINS)}")
         else:
@@ -332,4 +337,4 @@ def _read_pins(path: Path) -> tuple[dict[str, str], dict[str, str], dict[str, li
     missing = [key for key in _REQUIRED_PINS if key not in pins]
     if missing:
         raise PatchError(f"{path}: lacks {', '.join(missing)}")
-    return pins, archives, notes
+    return pins, archives, tuple(superseded)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.patching import releases
-from megatron_rl.patching.releases import line
-from megatron_rl.patching.series import PURPOSES, Files, Patch, PatchError, Series, apply, run_git, write_files
-from megatron_rl.patching.states import replace_files
+from megatron_rl.patching.releases import Target, line
+from megatron_rl.patching.series import PURPOSES, Files, Patch, PatchError, Series, apply, diff, run_git, write_files
+from megatron_rl.patching.states import apply_or_revert, examine
 
 SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 has filters
 
@@ -87,8 +87,8 @@ def check(
 ) -> str:
     """Prove the series on a copy of the pristine files of ``tree``, else of the archive; a line that says what was
     checked. A series for source trees alone has no archive: without a tree only its tests and its form are checked."""
-    missing = sorted({p.trailers["Test"] for p in series.patches if not (repository / p.trailers["Test"]).is_file()})
-    if missing:
+    tests = {patch.trailers["Test"] for patch in series.patches if "Test" in patch.trailers}
+    if missing := sorted(test for test in tests if not (repository / test).is_file()):
         raise PatchError(f"{series.name}: tests named in trailers do not exist: {', '.join(missing)}")
     if tree is None and not series.archives:
         return (
@@ -98,37 +98,24 @@ def check(
     with tempfile.TemporaryDirectory(prefix="patches-check-") as folder:
         if tree is not None:
             root, what = Path(folder), str(tree)
-            write_files(root, series.pristine(series.load(tree)))
+            write_files(root, examine(series, Target(tree, None)).pristine)
         else:
             source = fetch(series, cache, archive)
             root, what = unpack(source, Path(folder), series.pins["Root"]), source.name
         pristine = series.load(root)
         _expect(series, "Tree-Before", series.tree_hash(pristine), f"{what} as it comes")
-        proven = [
-            patch
-            for patch in series.of(series.purposes if purposes is None else purposes)
-            if series.reachable(patch, pristine)
-        ]
+        purposes = list(series.purposes if purposes is None else purposes)
+        proven = [patch for patch in series.of(purposes) if series.reachable(patch, pristine)]
         for purpose in dict.fromkeys(patch.purpose for patch in proven):
             there_and_back(pristine, [patch for patch in proven if patch.purpose == purpose])
-        prove(series, root, proven)
-        _expect(series, "Tree-After", series.tree_hash(series.patched(pristine)), "the patched tree")
-        return f"{len(proven)} patches, {len(pristine)} files: apply to {what} and revert exactly"
-
-
-def prove(series: Series, root: Path, patches: Sequence[Patch]) -> None:
-    """Apply to the pristine tree at ``root``, compile, revert, and compare bytes."""
-    pristine = series.load(root)
-    patched = there_and_back(pristine, patches)
-    replace_files(root, pristine, patched)
-    compile_changed(pristine, series.load(root))
-    again, held = series.undo(series.load(root))
-    all_held = set().union(*held.values())
-    if again != pristine or all_held != {patch.name for patch in patches}:
-        raise PatchError(f"{series.name}: what is applied is not recognised: {', '.join(sorted(all_held))}")
-    replace_files(root, patched, pristine)
-    if series.load(root) != pristine:
-        raise PatchError(f"{series.name}: reverting does not restore upstream's files")
+        there_and_back(pristine, proven)
+        apply_or_revert(series, Target(root, None), False, purposes or None)
+        compile_changed(pristine, patched := series.load(root))
+        apply_or_revert(series, Target(root, None), True)
+        if series.load(root) != pristine:
+            raise PatchError(f"{series.name}: reverting does not restore upstream's files")
+        changed = sum(patched[path] != content for path, content in pristine.items())
+        return f"{len(proven)} patches, {changed} files: apply to {what} and revert exactly"
 
 
 def compile_changed(before: Files, after: Files) -> None:
@@ -139,11 +126,11 @@ def compile_changed(before: Files, after: Files) -> None:
 
 
 def there_and_back(pristine: Files, patches: Sequence[Patch]) -> Files:
-    """``pristine`` with ``patches``, each of which reverts to what it was applied to."""
+    """``pristine`` with ``patches``, each of which (but for rules) reverts to what it was applied to."""
     patched = pristine
     for patch in patches:
         before, patched = patched, patch.applied_to(patched)
-        if patch.applied_to(patched, reverse=True) != before:
+        if patch.paths and patch.applied_to(patched, reverse=True) != before:
             raise PatchError(f"{patch.name}: does not revert to what it was applied to")
     return patched
 
@@ -179,8 +166,8 @@ def from_checkout(series: Series, checkout: Path, base: str, purpose: str | None
         name = names.get(subject) or re.sub(r"[^a-z0-9]+", "-", subject.lower()).strip("-")[:60] + ".patch"
         if name in texts:
             raise PatchError(f"{checkout}: two commits would become {name}")
-        diff = _without_index(_git(checkout, *_DIFF, f"{commit}~", commit, "--"))
-        texts[name] = f"{_ZERO}From: {author}\nSubject: [PATCH] {subject}\n\n{body.strip()}\n---\n{diff}"
+        change = _without_index(_git(checkout, *_DIFF, f"{commit}~", commit, "--"))
+        texts[name] = f"{_ZERO}From: {author}\nSubject: [PATCH] {subject}\n\n{body.strip()}\n---\n{change}"
     first = {path: _show(checkout, base, path) for path in _changed("".join(texts.values()))}
     _write(series, first, texts, purpose)
     first = {path: _show(checkout, base, path) for path in Series.read(series.folder).paths}
@@ -189,25 +176,15 @@ def from_checkout(series: Series, checkout: Path, base: str, purpose: str | None
 
 def refresh(series: Series, files: Files) -> list[str]:
     """Rewrite the patches with line numbers and context of a (newer) tree, and return their names."""
-    state = first = series.pristine(files)
+    state = first = files
     texts: dict[str, str] = {}
-    for patch in series.patches:
+    for patch in (patch for patch in series.patches if patch.name in series.files):
         after = patch.applied_to(state)
         head = series.files[patch.name].read_text().partition("\n---\n")[0]
-        texts[patch.name] = f"{head}\n---\n{_diff(state, after)}"
+        texts[patch.name] = f"{head}\n---\n{_without_index(diff(state, after).decode())}"
         state = after
     _write(series, first, texts)
     return _finish(series.folder, first, texts)
-
-
-def _diff(old: Files, new: Files) -> str:
-    """Return git's diff of two states of the files."""
-    with tempfile.TemporaryDirectory() as folder:
-        for side, files in (("a", old), ("b", new)):
-            write_files(Path(folder, side), files)
-        diff = _git(Path(folder), *_DIFF, "--no-prefix", "--no-index", "a", "b", differences=True)
-    # A side without the file is named /dev/null only in its own place.
-    return re.sub(r"(?m)^diff --git [ab]/(.*) [ab]/\1$", r"diff --git a/\1 b/\1", _without_index(diff))
 
 
 def _without_index(diff: str) -> str:
@@ -232,8 +209,8 @@ def _write(series: Series, pristine: Files, texts: dict[str, str], purpose: str 
         group = known.purpose if known else purpose
         if group is None and series.purposes:
             raise PatchError(f"{name} is new: name the series that it is for (--series {'|'.join(PURPOSES)})")
-        head, _, diff = text.partition("\n---\n")
-        after = apply(f"\n{diff}".encode(), state, _changed(diff), name)
+        head, _, change = text.partition("\n---\n")
+        after = apply(f"\n{change}".encode(), state, _changed(change), name)
         if group is None:
             (folder / name).write_text(text)
             lines.append(name)
@@ -270,20 +247,16 @@ def _shared(series: Series) -> set[str]:
 
 
 def _finish(folder: Path, pristine: Files, texts: dict[str, str]) -> list[str]:
-    """Pin the hashes of the touched files before and after."""
-    series = Series.read(folder)
-    pins = {"Tree-Before": series.tree_hash(pristine), "Tree-After": series.tree_hash(series.patched(pristine))}
+    """Pin the hash of the touched files as upstream has them."""
+    pin = f"Tree-Before: {Series.read(folder).tree_hash(pristine)}"
     text = (folder / "UPSTREAM").read_text()
-    for key, value in pins.items():
-        text = re.sub(rf"(?m)^{key}:.*$", f"{key}: {value}", text)
-    (folder / "UPSTREAM").write_text(text)
+    (folder / "UPSTREAM").write_text(re.sub(r"(?m)^Tree-Before:.*$", pin, text))
     return list(texts)
 
 
-def _git(checkout: Path, *arguments: str, differences: bool = False) -> str:
-    """Output of git; with `differences`, status 1 says that there are some."""
+def _git(checkout: Path, *arguments: str) -> str:
     done = run_git(checkout, *arguments)
-    if done.returncode not in ((0, 1) if differences else (0,)):
+    if done.returncode != 0:
         raise PatchError(f"git {arguments[0]} in {checkout}: {done.stderr.decode().strip()}")
     return done.stdout.decode()
 
@@ -327,18 +300,13 @@ def _opened(tree: Path) -> Iterator[Path]:
 
 def _row(series: Series, root: Path) -> tuple[list[str], list[str]]:
     """A cell for each purpose, and why patches are not in it."""
-    pristine, cells, reasons = series.pristine(series.load(root)), [], []
+    pristine, cells, reasons = examine(series, Target(root, None)).pristine, [], []
     for purpose in PURPOSES:
         listed = series.of([purpose])
         patches = [patch for patch in listed if series.reachable(patch, pristine)]
         beyond = [f"{patch.name} is for a whole checkout" for patch in listed if patch not in patches]
         misfits = _misfits(pristine, patches)
-        notes = [
-            f"{key.lower()}: {note}"
-            for key in ("Superseded", "Lacking")
-            for note in series.notes[key]
-            if note.startswith(purpose)
-        ]
+        notes = [f"superseded: {note}" for note in series.superseded if note.startswith(purpose)]
         reasons += beyond + misfits + notes
         fitting = len(patches) - len(misfits)
         cells.append(f"{fitting} of {len(patches)}" if misfits else str(fitting) if patches else "–")

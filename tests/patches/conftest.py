@@ -41,7 +41,7 @@ def small(tmp_path) -> tuple[Series, releases.Target]:
     folder = tmp_path / "patches" / "small"
     folder.mkdir(parents=True)
     pins = {"Project": "small", "Version": "1.0", "Source": "nowhere", "Package": "small==1.0", "Root": "top"}
-    pins |= {"Tree-Before": "-", "Tree-After": "-"}
+    pins["Tree-Before"] = "-"
     (folder / "UPSTREAM").write_text("".join(f"{key}: {value}\n" for key, value in pins.items()))
     (folder / "series").write_text("".join(f"{name}{ending}.patch\n" for name, ending in names.items()))
     root = tmp_path / "tree" / "top"

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from megatron_rl.patching import releases, states
 from megatron_rl.patching import series as git
 from megatron_rl.patching.series import GitMissing, PatchError
-from megatron_rl.patching.upstream import _diff
 from tests.support.series import megatron_core
 
 PATH = "top/file.py"
@@ -25,8 +24,7 @@ def edited(*numbers: int) -> bytes:
 
 def diff(old: bytes | None, new: bytes | None) -> bytes:
     """A git diff of one file (None: no file)."""
-    other = {"top/other.py": b""}
-    return _diff({PATH: old} | other, {PATH: new} | other).encode()
+    return b"\n" + git.diff({PATH: old}, {PATH: new})
 
 
 def apply(content: bytes | None, change: bytes, reverse: bool = False) -> bytes | None:
@@ -78,7 +76,7 @@ def test_changed_context_is_an_error_that_names_the_line(number):
 
 def test_only_the_files_that_are_named_are_changed():
     both = {PATH: edited(), "top/other.py": edited()}
-    change = _diff(both, {PATH: edited(3), "top/other.py": edited(4)}).encode()
+    change = b"\n" + git.diff(both, {PATH: edited(3), "top/other.py": edited(4)})
     assert git.apply(change, both, [PATH], "p") == {PATH: edited(3), "top/other.py": edited()}
 
 
@@ -112,16 +110,10 @@ def test_without_git_the_error_says_what_to_install(monkeypatch):
 
 
 def test_what_is_applied_is_known_without_git(tmp_path, monkeypatch):
-    """By the hashes that the series pins, so a run on a node without git notes it, too."""
+    """By the record's hashes, so a run on a node without git notes it, too."""
     series = megatron_core()
-    root = releases.find_target(series, None, allow_global=True).root
-    files = series.load(root)
+    where = releases.find_target(series, None, allow_global=True)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert states.report(series, releases.find_target(series, None, allow_global=True))["state"] == states.APPLIED
-    (path,) = [path for path in series.paths if files[path]][:1]
-    for name, content in {**files, path: files[path] + b"# changed\n"}.items():
-        if content is not None:
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_bytes(content)
+    assert states.report(series, where)["state"] == states.APPLIED
     with pytest.raises(GitMissing, match=r"^patches are read .* git, which is not installed \S+ install git\)$"):
-        states.apply_or_revert(series, releases.Target(tmp_path, None), revert=True)
+        states.apply_or_revert(series, where, revert=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import random
 import shutil
 import subprocess
 import sys
@@ -14,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.patching import releases, states
-from megatron_rl.patching.series import PatchError, Series
+from megatron_rl.patching import releases
+from megatron_rl.patching.series import PatchError
 from megatron_rl.patching.states import installed_status
-from tests.support import kill
 from tests.support.patience import PATIENCE_S
-from tests.support.series import megatron_core
+from tests.support.series import megatron_core, unpacked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND = ("-m", "megatron_rl", "patch")
+RECORD = "patches.diff"
 
 ORIGINAL = {
     "top/pkg/a.py": b"".join(b"a%d = %d\n" % (n, n) for n in range(40)),
@@ -38,9 +36,9 @@ def run(*arguments: object, python: str = sys.executable, **options) -> subproce
 
 
 def read(root: Path, skip: tuple[str, ...] = (".git", "__pycache__")) -> dict[str, bytes]:
-    """All files below `root`."""
+    """All files below `root` but the record of what is patched."""
     paths = (p for p in root.rglob("*") if p.is_file() and not set(p.relative_to(root).parts) & set(skip))
-    return {str(path.relative_to(root)): path.read_bytes() for path in paths}
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths if path.name != RECORD}
 
 
 def write(root: Path, files: dict[str, bytes]) -> Path:
@@ -100,7 +98,6 @@ def patches(tmp_path, checkout) -> Path:
         "Root": "top",
         "Archive": f"{archive.name} sha256:{digest}",
         "Tree-Before": "-",
-        "Tree-After": "-",
     }
     (folder / "UPSTREAM").write_text("".join(f"{key}: {value}\n" for key, value in pins.items()))
     (folder / "series").write_text("# the order\n")
@@ -124,14 +121,14 @@ def patched(checkout: Path) -> dict[str, bytes]:
 
 def test_the_series_of_megatron_core_goes_on_and_off_a_pristine_tree(tmp_path):
     series = megatron_core()
-    installed = series.load(releases.find_target(series, None, allow_global=True).root)
-    pristine = {path: content for path, content in series.pristine(installed).items() if content is not None}
-    root = write(tmp_path / "tree", pristine)
+    root = unpacked(series.name, tmp_path)[1].root
+    pristine = read(root)
     assert series.tree_hash(series.load(root)) == series.pins["Tree-Before"]
     where = ("--tree", root, series.name)
     assert run("status", *where).returncode == 1
     assert run("apply", *where).returncode == 0
-    assert series.tree_hash(series.load(root)) == series.pins["Tree-After"]
+    installed = releases.find_target(series, None, allow_global=True)
+    assert series.load(root) == series.load(installed.root)
     status = run("status", "--json", *where)
     assert status.returncode == 0
     (report,) = json.loads(status.stdout)
@@ -140,6 +137,25 @@ def test_the_series_of_megatron_core_goes_on_and_off_a_pristine_tree(tmp_path):
     assert {patch["purpose"] for patch in report["patches"] if not patch["applied"]} == {"schedule"}
     assert run("revert", *where).returncode == 0
     assert read(root) == pristine
+
+
+def test_status_says_what_it_was_asked_about(tmp_path):
+    """A series that is named, and no other; what a package cannot have is named by both commands."""
+    root = unpacked(megatron_core().name, tmp_path)[1].root
+    where = ("--tree", root, "--series", "schedule")
+    for code, mark in ((1, "not applied, but fits"), (0, "applied")):
+        status = run("status", *where)
+        assert status.returncode == code
+        _, group, *patches = status.stdout.splitlines()
+        assert group == f"  schedule: {mark}"
+        assert [line.split(": ")[0][4:].rpartition("-0.")[0] or line[4:].split(".patch")[0] for line in patches] == [
+            "length-decay-in-the-scheduler",
+            "length-decay-on-the-command-line",
+        ]
+        assert patches[1].endswith(" (for a whole checkout)")
+        if code:
+            done = run("apply", *where)
+            assert "; without schedule/length-decay-on-the-command-line: for a whole checkout" in done.stdout
 
 
 # Trees
@@ -167,6 +183,8 @@ def test_git_checkout_and_export_reproduce_the_patches(patches, checkout, tmp_pa
         "top/pkg/a.py",
         "M",
         "top/pkg/b.py",
+        "??",
+        "top/patches.diff",
         "??",
         "top/pkg/new.py",
     ]
@@ -212,10 +230,11 @@ def test_installed_package_there_and_back(patches, environment, checkout, tmp_pa
     after = read(environment)
     assert {path: after[path] for path in patched(checkout)} == patched(checkout)
     # pip removes what is in this list.
-    assert b"top/pkg/new.py,,\n" in after["small-1.0.dist-info/RECORD"]
+    assert b"top/patches.diff,,\ntop/pkg/new.py,,\n" in after["small-1.0.dist-info/RECORD"]
     assert run("status", "--patches", patches, python=python).returncode == 0
     assert run("revert", "--patches", patches, python=python).returncode == 0
     assert read(environment) == before
+    assert not list(environment.rglob(RECORD))
 
 
 def test_patched_code_is_what_runs_even_within_the_second(patches, environment, tmp_path):
@@ -237,10 +256,7 @@ def test_other_environments_and_versions_are_refused(patches, environment, tmp_p
     (environment / "small-2.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: small\nVersion: 2.0\n")
     done = run("apply", "--patches", patches, python=python)
     assert done.returncode == 2
-    assert (
-        "small 2.0 is installed, small is for 1.0, and no patches are for 2.0: install small==1.0, or name"
-        in done.stderr
-    )
+    assert "small 2.0 is installed, small is for 1.0, and no patches are for 2.0: install small==1.0" in done.stderr
     missing = run("apply", "--patches", patches)
     assert missing.returncode == 2
     assert "small is not installed" in missing.stderr
@@ -295,87 +311,7 @@ def test_an_edit_elsewhere_is_an_error_in_a_package_and_a_note_in_a_tree(patches
     done = run("apply", "--patches", patches, python=str(tmp_path / "venv" / "bin" / "python"))
     assert done.returncode == 2
     assert "differs from upstream's 1.0" in done.stderr
-    assert "pip install --no-deps --force-reinstall small==1.0" in done.stderr
-
-
-@pytest.fixture(params=["folders", "files"])
-def way(request, monkeypatch) -> str:
-    """How files are replaced: whole folders change places, or file by file where the file system cannot."""
-    if request.param == "files":
-        monkeypatch.setattr(states, "_exchange", lambda *arguments: False)
-    return request.param
-
-
-@pytest.mark.parametrize("failing", [1, 2, 3])
-def test_an_error_halfway_restores_every_file(patches, tree, failing, way, monkeypatch):
-    series = Series.read(patches / "small")
-    old = series.load(tree)
-    rename, calls = os.replace, []
-
-    def replace_or_fail(source, destination):
-        calls.append(destination)
-        if len(calls) == failing:
-            raise KeyboardInterrupt
-        rename(source, destination)
-
-    monkeypatch.setattr(os, "replace", replace_or_fail)
-    with pytest.raises(KeyboardInterrupt):
-        states.replace_files(tree, old, series.patched(series.pristine(old)))
-    assert read(tree) == ORIGINAL
-
-
-def test_a_tree_is_never_half_patched_whenever_the_process_is_killed(patches, tree, checkout):
-    series = Series.read(patches / "small")
-    old = series.load(tree)
-    new = series.patched(old)
-    moments = kill.moments(tree, old, new)
-    states.replace_files(tree, new, old)
-    originals = []
-    for moment in random.Random(40).sample(range(1, moments), 20):
-        assert kill.is_killed(tree, old, new, moment)
-        now = {path: text for path, text in read(tree).items() if ".patches-" not in path}
-        originals.append(now == ORIGINAL)
-        assert now in (ORIGINAL, patched(checkout)), moment
-        states.replace_files(tree, series.load(tree), new)
-        assert read(tree) == patched(checkout)  # to the last byte, and nothing temporary is left
-        states.replace_files(tree, new, old)
-        assert read(tree) == ORIGINAL
-    assert set(originals) == {True, False}
-
-
-KILLED_AFTER = """
-import os, sys
-from pathlib import Path
-from megatron_rl.patching import states
-from megatron_rl.patching.series import Series
-root, series, calls, rename = Path(sys.argv[1]), Series.read(Path(sys.argv[2])), [], os.replace
-def replace_or_die(source, destination):
-    if len(calls) == int(sys.argv[3]):
-        os._exit(9)
-    calls.append(destination)
-    rename(source, destination)
-os.replace = replace_or_die
-states._exchange = lambda *arguments: False
-old = series.load(root)
-states.replace_files(root, old, series.patched(series.pristine(old)))
-"""
-
-
-@pytest.mark.parametrize("command", ["apply", "revert"])
-@pytest.mark.parametrize("renames", [0, 1, 2])
-def test_without_an_exchange_of_folders_the_next_run_finishes_what_a_killed_one_began(
-    patches, tree, checkout, renames, command
-):
-    arguments = [str(tree), str(patches / "small"), str(renames)]
-    killed = subprocess.run([sys.executable, "-c", KILLED_AFTER, *arguments])
-    assert killed.returncode == 9
-    where = ("--patches", patches, "--tree", tree, "small")
-    status = run("status", *where)
-    assert status.returncode == 1
-    assert status.stdout.splitlines()[0].endswith(": partly applied" if renames else ": not applied")
-    assert run(command, *where).returncode == 0
-    # Equal to the last byte, and nothing temporary is left.
-    assert read(tree) == (patched(checkout) if command == "apply" else ORIGINAL)
+    assert f"Reinstall it: {releases.reinstall('small', '1.0')}\n" in done.stderr
 
 
 def test_two_at_once_do_not_disturb_each_other(patches, tree, checkout):
@@ -384,14 +320,6 @@ def test_two_at_once_do_not_disturb_each_other(patches, tree, checkout):
     said = sorted(process.communicate(timeout=PATIENCE_S)[0].split(": ")[1].split(",")[0] for process in both)
     assert said == ["already applied", "already applied", "applied"]
     assert read(tree) == patched(checkout)
-
-
-def test_hard_links_to_other_environments_are_left_alone(patches, tree, tmp_path):
-    os.link(tree / "top/pkg/a.py", tmp_path / "shared.py")
-    (tree / "top/pkg/a.py").chmod(0o640)
-    run("apply", "--patches", patches, "--tree", tree, "small")
-    assert (tmp_path / "shared.py").read_bytes() == ORIGINAL["top/pkg/a.py"]
-    assert (tree / "top/pkg/a.py").stat().st_mode & 0o777 == 0o640
 
 
 # check
@@ -426,7 +354,7 @@ def edit(path: Path, old: str, new: str) -> None:
         ("add-a-file.patch", "Because.\n\n", "", "does not say why"),
         ("add-a-file.patch", "[PATCH]", "[PATCH 3/3]", "must exist and carry no number"),
         ("add-a-file.patch", "\n---\n", "\n", "git format-patch form"),
-        ("add-a-file.patch", "new = 1", "new = 2", "UPSTREAM says Tree-After"),
+        ("UPSTREAM", "Tree-Before: ", "Tree-Before: 0", "UPSTREAM says Tree-Before: 0"),
         ("add-a-file.patch", "top/pkg", "elsewhere", "files outside of top/: elsewhere/new.py"),
         ("add-a-file.patch", "top/pkg", "top/../..", "files outside of top/: top/../../new.py"),
         ("add-a-file.patch", "new file mode 100644\n", "rename from x\n", "rename from x: only changes of text"),
@@ -464,24 +392,13 @@ def test_check_wants_the_tests_and_the_archive_that_are_named(patches, tmp_path)
     assert "UPSTREAM pins" in done.stderr
 
 
-@pytest.mark.skipif(megatron_core().name != "megatron-core-0.16", reason="takes the files of megatron-core 0.16.1")
-def test_the_old_name_of_a_series_still_names_it(tmp_path):
-    series = Series.read(REPOSITORY / "patches" / "megatron-core-0.16")
-    installed = series.load(releases.find_target(series, None, allow_global=True).root)
-    root = tmp_path / "tree"
-    write(root, {path: content for path, content in series.pristine(installed).items() if content is not None})
-    done = run("apply", "--tree", root, "megatron-core")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("megatron-core-0.16: applied, ")
-    assert done.stderr == "note: megatron-core is the old name of the series megatron-core-0.16\n"
-
-
 def test_a_run_notes_what_is_applied(patches):
     (told, *of_patches) = installed_status(REPOSITORY / "patches")
     series = megatron_core()
     assert told.startswith(f"{series.name} {series.pins['Version']} in ")
     noted = [line for line in of_patches if line.startswith(("  + ", "  - "))]
     marks = {patch.name: "-" if patch.purpose == "schedule" else "+" for patch in series.patches}
+    noted = [line.removesuffix(" (for a whole checkout)") for line in noted]
     assert noted == [f"  {marks[patch.name]} {patch.name}: {patch.subject}" for patch in series.patches]
     # What cannot be read ends no run: `small` is not installed here.
     (problem,) = installed_status(patches)

@@ -14,24 +14,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.patching import releases, states, upstream
+from megatron_rl.patching import releases, states
 from megatron_rl.patching.releases import Target, find_target
 from megatron_rl.patching.series import PURPOSES, Files, Patch, PatchError, Series, apply
 from tests.support import kill
 from tests.support.patience import PATIENCE_S
-from tests.support.series import megatron_core
+from tests.support.series import EVERY, PATCHES, QUICK, RELEASES, megatron_core, unpacked
 from tests.support.slow import slow_but
-
-PATCHES = Path(__file__).parents[2] / "patches"
-RELEASES = {
-    name: series
-    for name in releases.names(PATCHES)
-    if (series := Series.read(PATCHES / name)).purposes and series.archives
-}
 
 
 def patch(*arguments: object) -> subprocess.CompletedProcess:
@@ -39,26 +33,9 @@ def patch(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=PATCHES.parent, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
-CHECKOUT = os.environ.get("MEGATRON_LM")
-EVERY = [*RELEASES, *([CHECKOUT] if CHECKOUT else [])]
-
-
-def unpacked(name: str, folder: Path) -> tuple[Series, Target]:
-    """The series of a release, and its wheel unpacked in ``folder``; or a copy of the checkout."""
-    if name == CHECKOUT:
-        shutil.copytree(Path(CHECKOUT, "megatron"), folder / "megatron")
-        return releases.for_tree(PATCHES, folder), Target(folder, None)
-    series = RELEASES[name]
-    archive = upstream.fetch(series, PATCHES.parent / ".cache" / "patches", None)
-    return series, Target(upstream.unpack(archive, folder, series.pins["Root"]), None)
-
-
-QUICK = (min(RELEASES), megatron_core().name, max(RELEASES))
-
-
 def content_of(root: Path) -> dict[Path, bytes]:
-    """Every file below ``root`` but what a killed command leaves beside it."""
-    files = (path for path in root.rglob("*") if states.TEMPORARY_PREFIX not in str(path) and path.is_file())
+    """Every file below ``root``."""
+    files = (path for path in root.rglob("*") if path.is_file())
     return {path: path.read_bytes() for path in files}
 
 
@@ -90,14 +67,6 @@ def test_series_go_on_in_any_order_and_come_off_alone(tmp_path):
     assert series.load(where.root) == pristine
 
 
-def test_a_series_of_which_a_release_has_nothing_is_named(tmp_path):
-    series, where = unpacked("megatron-core-0.15", tmp_path)
-    done = states.apply_or_revert(series, where, False, ["schedule", "routing"])
-    assert done.startswith("applied, 1 patches")
-    assert done.endswith("; nothing of routing: routing because RouterReplay came with 0.16.0")
-    assert "nothing of" not in states.apply_or_revert(series, where, False, ["precision"])
-
-
 def test_every_two_series_fit_together(tree):
     series, where = tree
     pristine = series.load(where.root)
@@ -118,49 +87,50 @@ def test_a_reverted_tree_is_as_it_was_byte_for_byte(tree):
         assert content_of(where.root) == before
 
 
-def every_patch(series: Series, old: Files) -> Files:
-    """``old`` with all patches that a tree of these files can have."""
-    return series.patched(old, {patch.name for patch in series.patches if series.reachable(patch, old)})
-
-
-def test_a_tree_has_all_patches_or_none_whenever_the_process_is_killed(one_tree, monkeypatch):
+def test_a_killed_command_is_ended_by_the_next(one_tree, monkeypatch):
+    """Whenever it is killed: completed by `apply`, undone by `revert`, and nothing is left over."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # of use where the machine dies, not the process
     series, where = one_tree
-    old = series.load(where.root)
-    new = every_patch(series, old)
     pristine = content_of(where.root)
-    moments = kill.moments(where.root, old, new)
-    patched, done = content_of(where.root), []
-    for number, moment in enumerate(random.Random(series.name).sample(range(1, moments - 20), 20)):
-        here, there = (old, new) if number % 2 else (new, old)  # apply and revert in turn
-        states.replace_files(where.root, series.load(where.root), here)
-        assert kill.is_killed(where.root, here, there, moment)
-        now = content_of(where.root)
-        assert now in (pristine, patched), moment
-        done.append(now == (patched if there is new else pristine))
-    assert set(done) == {True, False}
-    states.apply_or_revert(series, where, True)
+    apply_all = partial(states.apply_or_revert, series, where, False, list(series.purposes))
+    revert_all = partial(states.apply_or_revert, series, where, True)
+    counts = kill.moments(apply_all), kill.moments(revert_all)
     assert content_of(where.root) == pristine
-    assert not list(where.root.rglob(f"{states.TEMPORARY_PREFIX}*"))
+    apply_all()
+    patched = content_of(where.root)
+    seen = set()
+    for number, part in enumerate((60, 90, 95, 75)):  # of what a command does, in percent
+        work, count, first = (apply_all, counts[0], revert_all) if number % 2 else (revert_all, counts[1], apply_all)
+        first()
+        if not kill.is_killed(work, 1 + part * count // 100):
+            continue
+        seen.add(states.report(series, where, series.purposes)["state"])
+        states.apply_or_revert(series, where, number % 4 < 2, list(series.purposes))
+        assert content_of(where.root) == (pristine if number % 4 < 2 else patched), part
+    revert_all()
+    assert content_of(where.root) == pristine
+    assert states.PARTIAL in seen
 
 
-def test_a_tree_of_which_some_files_are_patched_is_completed_or_reverted(one_tree):
-    """As a killed command leaves it where the file system cannot exchange folders."""
+def test_a_tree_of_which_some_files_are_upstreams_again_is_completed_or_reverted(one_tree):
+    """As `git checkout -- FILE` leaves it."""
     series, where = one_tree
     old = series.load(where.root)
-    new = every_patch(series, old)
-    changed = [path for path in old if old[path] != new[path]]
-    half = random.Random(series.name).sample(changed, len(changed) // 2)
+    states.apply_or_revert(series, where, False, list(series.purposes))
+    new = series.load(where.root)
+    changed = sorted(path for path in new if old.get(path) != new[path])
     some = ("--tree", where.root, "--series", ",".join(series.purposes))
-    states.replace_files(where.root, old, old | {path: new[path] for path in half})
-    status = patch("status", *some)
-    assert (status.returncode, status.stderr) == (1, "")
-    assert status.stdout.splitlines()[0].endswith(": partly applied")
     for command, wanted in (("apply", new), ("revert", old)):
-        states.replace_files(where.root, series.load(where.root), old | {path: new[path] for path in half})
+        replaced = [path for path in random.Random(command).sample(changed, len(changed) // 2) if old.get(path)]
+        for path in replaced:
+            (where.root / path).write_bytes(old[path])
+        status = patch("status", *some)
+        assert (status.returncode, status.stderr) == (1, "")
+        assert status.stdout.splitlines()[0].endswith(": partly applied")
         done = patch(command, *some)
         assert done.returncode == 0, done.stderr
-        assert series.load(where.root) == wanted
+        now = series.load(where.root)
+        assert {path: now.get(path) for path in wanted} == wanted
 
 
 def first_hunks(series: Series, old: Files) -> Iterator[tuple[str, bytes]]:
@@ -190,7 +160,7 @@ def test_advice_for_a_file_that_is_half_patched_by_hand_does_not_loop(tree):
     if fitting := re.search(r"take those: --series (\S+)$", told):
         assert states.apply_or_revert(series, where, False, fitting[1].split(",")).startswith("applied, ")
     elif told:
-        assert told.startswith(f"{path}: in a state that ")
+        assert f"patch failed: {path}:" in told
         assert f"Bring the file back from {series.pins['Source']}, and try again." in told
         (where.root / path).write_bytes(old[path])
         assert states.apply_or_revert(series, where, False, series.purposes).startswith("applied, ")
@@ -211,15 +181,16 @@ def test_a_tree_is_found_by_its_release(tree):
 
 
 def test_the_matrix_says_what_fits_and_why_not(tmp_path):
-    where = unpacked("megatron-core-0.15", tmp_path)[1]
+    where = unpacked("megatron-core-0.16", tmp_path)[1]
+    (where.root / "megatron/core/tensor_parallel/random.py").unlink()
     norm = where.root / "megatron/core/transformer/torch_norm.py"
     norm.write_text(norm.read_text().replace("sequence_parallel", "other"))
     head, _ruler, row, _, *notes = patch("matrix", where.root).stdout.splitlines()
     assert head == "| release | " + " | ".join(PURPOSES) + " |"
-    assert row == "| 0.15.3 (tree) | – | 2 of 3 | 1 | 5 | 6 |"
+    assert row == "| 0.16.1 (tree) | 0 of 1 | 2 of 3 | 1 | 5 | 0 of 1 |"
     assert any("torch-norm-under-sequence-parallel.patch: patch failed" in note for note in notes)
-    assert "- 0.15.3 (tree): lacking: routing because RouterReplay came with 0.16.0" in notes
-    assert "- 0.15.3 (tree): length-decay-on-the-command-line-0.15.patch is for a whole checkout" in notes
+    assert any("cpu: megatron/core/tensor_parallel/random.py: is not there" in note for note in notes)
+    assert "- 0.16.1 (tree): length-decay-on-the-command-line.patch is for a whole checkout" in notes
 
 
 def test_advice_names_the_patches_for_the_tree(tree):
@@ -235,7 +206,7 @@ def test_a_newer_release_is_told_what_fits(tmp_path):
     """What does not fit is named, and hinders no series that does."""
     series = megatron_core()
     root = find_target(series, None, allow_global=True).root
-    for path, content in series.pristine(series.load(root)).items():
+    for path, content in states.examine(series, Target(root, None)).pristine.items():
         if content is not None:
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             text = content.replace(b"get_replay_topk", b"get_topk") if path.endswith("router_replay.py") else content
@@ -250,7 +221,7 @@ def test_a_newer_release_is_told_what_fits(tmp_path):
     done = patch("apply", "--tree", tmp_path, series.name)
     assert done.returncode == 2
     assert "router_replay.py: patch does not apply" in done.stderr
-    assert "These fit; take those: --series precision,fixes,cpu\n" in done.stderr
+    assert "These fit; take those: --series precision,fixes,cpu" in done.stderr
     done = patch("apply", "--tree", tmp_path, "--series", "schedule,precision", series.name)
     assert done.returncode == 0, done.stderr
     assert patch("status", "--tree", tmp_path, "--series", "schedule", series.name).returncode == 0
@@ -285,22 +256,18 @@ def test_unknown_series_are_refused():
 def test_every_patch_of_megatron_is_in_a_release():
     listed = {path for name in releases.names(PATCHES) for path in Series.read(PATCHES / name).files.values()}
     assert {path for path in listed if path.parent.parent.name == "megatron"} == set(PATCHES.glob("megatron/*/*.patch"))
-    assert {path.parent.name for path in listed if path.parent.parent.name == "megatron"} == set(PURPOSES)
+    assert {path.parent.name for path in listed if path.parent.parent.name == "megatron"} == {*PURPOSES} - {"cpu"}
 
 
-def test_each_series_of_a_release_has_a_patch_or_a_reason():
-    for series in RELEASES.values():
-        noted = [note for notes in series.notes.values() for note in notes]
-        for purpose in PURPOSES:
-            assert purpose in series.purposes or any(note.startswith(purpose) for note in noted), (series.name, purpose)
+def test_each_release_has_every_series():
+    assert {series.name: series.purposes for series in RELEASES.values()} == dict.fromkeys(RELEASES, PURPOSES)
 
 
 def test_headers_are_ready_for_a_pull_request():
     """Title, problem and minimal test in words that upstream understands; a backport says which release has it."""
     since = {}
     for name in releases.names(PATCHES):
-        notes = Series.read(PATCHES / name).notes["Superseded"]
-        since |= dict(note.split(" since ") for note in notes if " since " in note)
+        since |= dict(note.split(" since ") for note in Series.read(PATCHES / name).superseded)
     for path in PATCHES.glob("megatron/*/*.patch"):
         patch = Patch.read(path)
         message = path.read_text().partition("\n---\n")[0].partition("\nSubject: ")[2]
@@ -322,7 +289,8 @@ def test_the_text_of_a_header_is_no_part_of_a_patch(tmp_path):
         path.write_text(path.read_text().replace("Subject: [PATCH] ", "Subject: [PATCH] Please: ", 1))
     before = megatron_core()
     after = Series.read(tmp_path / "patches" / before.name)
-    files = after.load(find_target(before, None, allow_global=True).root)
+    where = find_target(before, None, allow_global=True)
     assert [patch.diff for patch in after.patches] == [patch.diff for patch in before.patches]
-    assert {patch.subject for patch in after.patches}.isdisjoint(patch.subject for patch in before.patches)
-    assert after.known_state(files) == before.known_state(files) == "Tree-After"
+    subjects = [{patch.subject for patch in series.patches if patch.paths} for series in (before, after)]
+    assert subjects[0].isdisjoint(subjects[1])
+    assert states.report(after, where)["state"] == states.report(before, where)["state"] == states.APPLIED

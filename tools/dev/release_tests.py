@@ -40,8 +40,13 @@ CACHE = ROOT / ".cache"
 BESIDE_TRAILERS = {
     "routing": ("tests/patches/test_router_replay_units.py", "tests/parallel/test_router_replay.py"),
     "precision": ("tests/parallel/test_learner_precision.py",),
+    "cpu": (
+        "tests/patches/test_cpu.py",
+        "tests/parallel/test_patch_layouts.py",
+        "tests/parallel/test_patch_checkpoint.py",
+    ),
 }
-"""Tests of a purpose beside those that its patches name: of our learner, which wants what `routing` patches."""
+"""Tests of a purpose beside those that its patches name."""
 OF_THE_ENVIRONMENT = "tests/patches/test_length_decay_patch.py::test_the_series_is_applied_only_when_named"
 """Asks what is applied to the package of the environment."""
 OURS_S, THEIRS_S = 1800, 600  # of one release; of one file of Megatron's tests
@@ -109,7 +114,9 @@ def row_of_theirs(series: Series, checkout: Path, only: str, folder: Path) -> tu
     states.apply_or_revert(series, Target(trees["after"], None), False, series.purposes)
     for tree in trees.values():
         add_triton(tree)
-    before = passed(run_theirs(trees["before"], touched_tests(series, trees["before"], only)))
+    old, new = (series.load(tree) for tree in trees.values())
+    changed = [path for path in new if old.get(path) != new[path]]
+    before = passed(run_theirs(trees["before"], touched_tests(changed, trees["before"], only)))
     after = passed(run_theirs(trees["after"], files_of(before)))
     lost = set()
     for file in files_of(before - after):  # alone, each: one that a busy machine or its neighbours stop is not lost
@@ -134,10 +141,8 @@ def add_triton(root: Path) -> None:
 
 def tests_of(series: Series, purpose: str) -> set[str]:
     """The files of our tests that say whether the patches of ``purpose`` do what they are for."""
-    named = {patch.trailers["Test"] for patch in series.patches if patch.purpose == purpose}
-    if "routing" in series.purposes:
-        return named | set(BESIDE_TRAILERS.get(purpose, ()))
-    return {file for file in named if not file.startswith("tests/parallel/")}  # their helper imports our learner
+    named = {patch.trailers["Test"] for patch in series.of([purpose]) if patch.trailers}
+    return named | set(BESIDE_TRAILERS.get(purpose, ()))
 
 
 def run_ours(root: Path, files: Sequence[str], report: Path) -> dict[str, str]:
@@ -197,9 +202,9 @@ def commit_of(series: Series, checkout: Path) -> str:
     raise SystemExit(f"{checkout}: has neither {' nor '.join((*named, f'core_v{version}', branch))}")
 
 
-def touched_tests(series: Series, root: Path, only: str) -> list[str]:
-    """Megatron's test files that import a file that a patch changes, as paths from ``root``."""
-    modules = [path.removesuffix(".py").replace("/", ".").rpartition(".") for path in series.paths]
+def touched_tests(changed: Sequence[str], root: Path, only: str) -> list[str]:
+    """Megatron's test files that import a file of ``changed``, as paths from ``root``."""
+    modules = [path.removesuffix(".py").replace("/", ".").rpartition(".") for path in changed]
     names = "|".join(
         rf"{re.escape(f'{package}.{name}')}\b|from {re.escape(package)} import [^\n]*\b{name}\b"
         for package, _, name in modules

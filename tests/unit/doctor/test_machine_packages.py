@@ -10,6 +10,7 @@ import pytest
 from megatron_rl.doctor import machine
 from megatron_rl.doctor.checks import Setting
 from megatron_rl.patching.releases import Target, find_target
+from megatron_rl.patching.states import apply_or_revert
 from megatron_rl.shipped import shipped
 from tests.support.series import megatron_core
 
@@ -93,13 +94,10 @@ def test_a_gpu_node_is_held_against_the_other_file(monkeypatch):
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A copy of the patched files of Megatron-Core, which `patches` takes for the installed package."""
+    """A copy of the patched Megatron-Core, which `patches` takes for the installed package."""
     series = megatron_core()
     package = find_target(series, None, True)
-    for name, content in series.load(package.root).items():
-        if content is not None:
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(package.root / name, tmp_path / name)
+    shutil.copytree(package.root / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(machine.releases, "find_target", lambda *arguments: Target(tmp_path, package.version))
     return tmp_path, series
 
@@ -107,16 +105,21 @@ def tree(tmp_path, monkeypatch):
 def test_patches_that_are_applied(tree):
     outcome = machine.patches(SETTING)
     assert (outcome.status, outcome.figures["series"][tree[1].name]["state"]) == ("pass", "applied")
+    assert outcome.reason.startswith(f"{len(tree[1].of(None))} patches in ")
 
 
 def test_patches_that_are_not(tree):
     folder, series = tree
-    files = series.load(folder)
-    for name, content in series.pristine(files).items():
-        if content is None:
-            (folder / name).unlink(missing_ok=True)
-        else:
-            (folder / name).write_bytes(content)
+    apply_or_revert(series, Target(folder, None), True)
     outcome = machine.patches(SETTING)
     assert (outcome.status, outcome.fix) == ("fail", "megatron-rl patch apply")
     assert "is not applied; without " in outcome.reason
+
+
+def test_sources_for_cpus_in_an_environment_for_cuda(tree, monkeypatch):
+    monkeypatch.setattr(machine.cpu, "is_wanted", lambda: False)
+    outcome = machine.patches(SETTING)
+    assert (outcome.status, outcome.fix) == ("fail", "megatron-rl patch revert --series cpu")
+    assert outcome.reason == f"{tree[1].name} is written for CPUs, and this environment is for CUDA"
+    apply_or_revert(tree[1], Target(tree[0], None), True, ["cpu"])
+    assert machine.patches(SETTING).status == "pass"
