@@ -90,6 +90,8 @@ PLACES = (
         is_newer=True,
     ),
 )
+_DEVICES = re.compile(r"(?m)^(cuda|hip)\b[^=\n]*= *['\"]")
+"""What torch/version.py says of a build that is not for CPUs."""
 
 
 def is_wanted() -> bool:
@@ -103,7 +105,7 @@ def is_wanted() -> bool:
         return False
     version = Path(str(torch.locate_file("torch/version.py")))
     text = version.read_text() if version.is_file() else ""
-    return bool(text) and not re.search(r"(?m)^(cuda|hip)\b[^=\n]*= *['\"]", text)
+    return bool(text) and not _DEVICES.search(text)
 
 
 def rewrite(files: Mapping[str, bytes | None], root: str) -> dict[str, bytes | None]:
