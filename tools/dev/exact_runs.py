@@ -31,6 +31,7 @@ LAYOUTS = {
     "pp2": {"pipeline": 2},
     "tp4ep4": {"tensor": 4, "expert": 4},
     "ep2": {"expert": 2},
+    "dp2": {},
 }
 DTYPES = ("fp32", "bf16", "fp16")
 GATE = "exact/max_abs_prob_diff"

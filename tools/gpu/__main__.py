@@ -1,0 +1,44 @@
+"""Run one part of the campaign, all of a rehearsal, or pack what it needs.
+
+python -m tools.gpu r1 --out r1.json                    on a GPU; status 0 green, 1 red, 3 something is open
+python -m tools.gpu r1 --rehearse                       here: gloo for NCCL, CPU engines, small sizes
+python -m tools.gpu r1 --rehearse --plant rounded       with a planted fault, of which the verdict must tell
+python -m tools.gpu pack --help                         make what travels small
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from tools.gpu.run import SECONDS, Run
+
+NAMES = ("r1", "r2", "r3", "r4", "r5", "r6", "r8", "r9")  # r6 has r7, too
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["pack"]:
+        from tools.gpu import pack
+
+        return pack.main(arguments[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("--out", type=Path, help="the result, written after every part (default: NAME.json)")
+    parser.add_argument("--rehearse", action="store_true", help="on this machine's processors")
+    parser.add_argument("--plant", metavar="FAULT", default="", help="of the part's PLANTS")
+    parser.add_argument("--only", metavar="WORD", default="", help="parts whose name has this word")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts (default %(default)g)")
+    options = parser.parse_args(arguments)
+    script = importlib.import_module(f"tools.gpu.{options.name}")
+    if options.plant and options.plant not in script.PLANTS:
+        parser.error(f"--plant {options.plant}: {options.name} has {', '.join(script.PLANTS)}")
+    out = options.out or Path(f"{options.name}.json")
+    run = Run(options.name, out, options.rehearse, options.plant, options.seconds, options.only)
+    script.main(run)
+    return run.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
