@@ -5,13 +5,14 @@
 Same engine object, same requests, same weights, in turn, so that nothing differs but our code. Generation: `rollout`
 against `LLM.generate` with the sampling parameters and seeds that `rollout` uses; the responses must be the same.
 Update: `Learner.update` (packing, objective, metrics, gradient noise, clipping, Adam) against Megatron's schedule over
-the same packed rows with the mean log-prob as loss, and its optimizer. Processor time, one thread; the ratio is the
-median over pairs, with its middle half.
+the same packed rows with the mean log-prob as loss, and its optimizer. Processor time and wall clock (on a GPU, after
+it has ended), one thread; the ratio is the median over pairs, with its middle half.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,29 +26,36 @@ from megatron_rl.data import load_prompts, load_tokenizer
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import shutdown
 from megatron_rl.run.engines import start_generator
-from tools.bench.lib.timing import alternate, medians, spread
+from megatron_rl.types import Batch
+from tools.bench.lib.timing import by_clock, medians, spread, wall
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def compare(name: str, ours: Callable[[], Any], engine: Callable[[], Any], rounds: int) -> dict[str, Any]:
-    """Print the engine's share of our time and return the last result of each side."""
+CLOCKS = {"wall clock": wall, "processor time": time.process_time}
+Times = dict[str, dict[str, float]]
+"""Clock → side, "ours" or "engine" → median seconds of a round."""
+
+
+def compare(name: str, ours: Callable[[], Any], engine: Callable[[], Any], rounds: int) -> tuple[dict[str, Any], Times]:
+    """Print the engine's share of our time by each clock; return the last result of each side, and the times."""
     results: dict[str, Any] = {}
     sides = {"ours": ours, "engine": engine}
-    times = alternate(rounds, {side: partial(_keep, results, side, call) for side, call in sides.items()})
-    seconds = medians(times)
-    print(
-        f"{name:12} ours {seconds['ours']:.3f} s, engine alone {seconds['engine']:.3f} s, "
-        f"share {spread(times['engine'], times['ours'])}"
-    )
-    return results
+    times = by_clock(rounds, {side: partial(_keep, results, side, call) for side, call in sides.items()}, CLOCKS)
+    for clock, by_side in times.items():
+        seconds = medians(by_side)
+        print(
+            f"{name:12} {clock:14} ours {seconds['ours']:.3f} s, engine alone {seconds['engine']:.3f} s, "
+            f"share {spread(by_side['engine'], by_side['ours'])}"
+        )
+    return results, {clock: medians(by_side) for clock, by_side in times.items()}
 
 
 def _keep(results: dict[str, Any], side: str, call: Callable[[], Any]) -> None:
     results[side] = call()
 
 
-def bench_generation(generator: Any, prompts: list, group: int, rounds: int) -> Any:
+def bench_generation(generator: Any, prompts: list, group: int, rounds: int) -> tuple[list, Times]:
     """The engine's own call gets what `rollout` gives it, captured from a call of it."""
     llm, captured = generator._llm, {}
     enqueue = llm.enqueue
@@ -69,15 +77,14 @@ def bench_generation(generator: Any, prompts: list, group: int, rounds: int) -> 
     def ours() -> list:
         return generator.rollout(prompts, group, policy_version=0, step=0)
 
-    results = compare("generation", ours, raw, rounds)
+    results, times = compare("generation", ours, raw, rounds)
     rollouts = [rollout.tokens for group in results["ours"] for rollout in group.rollouts]
     theirs = [list(output.outputs[0].token_ids) for output in results["engine"]]
     assert [tokens.tolist() for tokens in rollouts] == theirs, "other tokens: nothing to compare"
-    return results["ours"]
+    return results["ours"], times
 
 
-def bench_update(learner: Learner, groups: list, rounds: int) -> None:
-    batch = build_batch(0, groups, learner.recipe.batch, learner.recipe.objective)
+def bench_update(learner: Learner, batch: Batch, rounds: int) -> Times:
     indices = list(range(len(batch.sequences)))
     mode = learner._routing_mode(updating=True)
     num_tokens = sum(s.response_length for s in batch.sequences)
@@ -96,7 +103,7 @@ def bench_update(learner: Learner, groups: list, rounds: int) -> None:
 
     if learner.noise is not None:
         learner.noise.begin([], 0)
-    compare("update", lambda: learner.update(batch), bare, rounds)
+    return compare("update", lambda: learner.update(batch), bare, rounds)[1]
 
 
 def main() -> None:
@@ -123,10 +130,11 @@ def main() -> None:
     learner = Learner(recipe)
     generator = start_generator(recipe, tokenizer, learner)
     print(f"{options.prompts} × {options.group} responses of {options.length} tokens, {recipe.learner.dtype}, 1 thread")
-    groups = bench_generation(generator, prompts, options.group, options.rounds)
+    groups, _ = bench_generation(generator, prompts, options.group, options.rounds)
     for i, rollout in enumerate(r for group in groups for r in group.rollouts):
         rollout.reward = float(i % 2)
-    bench_update(learner, groups, options.rounds)
+    batch = build_batch(0, groups, recipe.batch, recipe.objective)
+    bench_update(learner, batch, options.rounds)
     generator.close()
     shutdown()
 

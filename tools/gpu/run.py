@@ -46,6 +46,7 @@ NCCL = {
     "NCCL_RAS_ENABLE": "0",
     "NCCL_MAX_CTAS": "4",
     "GLOO_SOCKET_IFNAME": "lo",
+    "MRL_SHARE_GPUS": "1",
 }
 Job = tuple[str, dict[str, Any]]
 """A function, "module.function", and its arguments."""
@@ -53,6 +54,10 @@ Job = tuple[str, dict[str, Any]]
 
 class Problem(Exception):
     """What makes a part red."""
+
+
+class NotRun(Exception):
+    """Why a part stays open."""
 
 
 @dataclass
@@ -112,6 +117,8 @@ class Run:
             try:
                 figures = dict(function() or {})
                 part.update(state="green", reason="", **figures)
+            except NotRun as reason:
+                part.update(reason=str(reason))
             except Problem as problem:
                 part.update(state="red", reason=str(problem))
             except Exception as error:  # noqa: BLE001 - the other parts are to run, whatever broke this one
@@ -161,17 +168,19 @@ class Run:
         *,
         libraries: str = "",
         grace_s: float = GRACE_S,
+        plant: str | None = None,
     ) -> Ranks:
         """Run ``jobs``, one after the other, on ``size`` ranks of this machine's one device, for at most ``seconds``,
         and for ``grace_s`` after one failed.
 
-        ``libraries``: "te" for TransformerEngine, whose reference takes its place in a rehearsal.
+        ``plant``: the fault of its processes, default that of this run. ``libraries``: "te" for TransformerEngine,
+        whose reference takes its place in a rehearsal.
         """
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         (folder / "jobs.pkl").write_bytes(pickle.dumps((dict(jobs), self.device, libraries)))
         command = [sys.executable, "-m", "tools.gpu.rank", str(folder)]
         processes, logs = [], [folder / f"rank{rank}.log" for rank in range(size)]
-        for log, environment in zip(logs, self.environments(size), strict=True):
+        for log, environment in zip(logs, self.environments(size, self.plant if plant is None else plant), strict=True):
             with log.open("wb") as file:
                 how = {"env": environment, "stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
                 processes.append(subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, **how))
@@ -184,12 +193,16 @@ class Run:
         results = [read_results(folder, rank) for rank in range(size)]
         return Ranks(codes, ended, results, [log.read_text(errors="replace")[-LOG_CHARACTERS:] for log in logs], began)
 
-    def environments(self, size: int) -> list[dict[str, str]]:
+    def shared(self) -> dict[str, str]:
+        """Environment variables of all processes that use the GPU together."""
+        path = os.pathsep.join([str(SITE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **NCCL, "PYTHONPATH": path}
+
+    def environments(self, size: int, plant: str) -> list[dict[str, str]]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        path = os.pathsep.join([str(SITE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        base = {"OMP_NUM_THREADS": "1", **os.environ, **NCCL, "PYTHONPATH": path, PLANT: self.plant}
+        base = {**os.environ, **self.shared(), PLANT: plant}
         base |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
         base |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False", "TOKENIZERS_PARALLELISM": "false"}
         return [base | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
