@@ -12,10 +12,16 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 from tools.gpu.run import SECONDS, Run
 
-NAMES = ("r1", "r2", "r3", "r4", "r5", "r6", "r8", "r9")  # r6 has r7, too
+NAMES = ("r1", "r2", "r3", "r4", "r6")  # r6 has R7, too
+
+
+def script_of(name: str) -> Any:
+    """The module of a script: its PLANTS and its main."""
+    return importlib.import_module(f"tools.gpu.{name}")
 
 
 def main(arguments: list[str]) -> int:
@@ -31,7 +37,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", metavar="WORD", default="", help="parts whose name has this word")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts (default %(default)g)")
     options = parser.parse_args(arguments)
-    script = importlib.import_module(f"tools.gpu.{options.name}")
+    script = script_of(options.name)
     if options.plant and options.plant not in script.PLANTS:
         parser.error(f"--plant {options.plant}: {options.name} has {', '.join(script.PLANTS)}")
     out = options.out or Path(f"{options.name}.json")

@@ -112,3 +112,34 @@ def _repeated(module: str, owner: str, name: str) -> None:
     kind = getattr(importlib.import_module(module), owner)
     own = getattr(kind, name)
     setattr(kind, name, lambda *arguments, **options: [own(*arguments, **options) for _ in range(40)][-1])
+
+
+def unmarked() -> None:
+    """Nothing marks expert weights, as TransformerEngine leaves them."""
+    from megatron_rl.learner import model
+
+    def only_their_optimizer(module) -> None:
+        for name, parameter in module.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False
+
+    model.mark_expert_parameters = only_their_optimizer
+
+
+def lost_moments() -> None:
+    """A load brings Adam's second moments back at half."""
+    import torch
+
+    from megatron_rl.learner.learner import Learner
+
+    own = Learner.load
+
+    def load(self, *arguments, **options):
+        state = own(self, *arguments, **options)
+        with torch.no_grad():
+            for optimizer in self.optimizer.chained_optimizers:
+                for moments in optimizer.optimizer.state.values():
+                    moments["exp_avg_sq"].mul_(0.5)
+        return state
+
+    Learner.load = load
