@@ -1,6 +1,6 @@
 """Whole runs of exact mode in every layout and dtype: no step has a token that the update computes otherwise.
 
-Ranks start once for all dtypes. `python -m tools.dev.exact_runs` makes longer runs, each with a `torchrun` of its own.
+Ranks start once for all dtypes.
 """
 
 from __future__ import annotations

@@ -1,21 +1,13 @@
-"""Whole runs of exact mode by layout and dtype: the gate of every step, and whether one rank samples the same.
+"""Whole runs of exact mode by layout and dtype: their command line, the gate of every step, and sampled tokens.
 
-    python -m tools.dev.exact_runs --out DIR [--steps 20] [--layouts tp1 pp2 …] [--dtypes fp32 …] [--sequences 16]
-
-Each is `torchrun … -m megatron_rl train recipes/tiny/exact.yaml` on the tiny model with every key head twice, so that
-four ranks can share them. A batch of one sequence takes the advantage `reinforce`. The exit status is 1 where a run
-ended early or a gate was not 0.0.
+Each is `megatron_rl train recipes/tiny/exact.yaml` on the tiny model with every key head twice, so that four ranks can
+share them. A batch of one sequence takes the advantage `reinforce`. Tests and `python -m tools.gpu r1` make them.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,9 +30,11 @@ GATE = "exact/max_abs_prob_diff"
 
 
 def num_ranks(layout: str) -> int:
-    """``ep2`` has two replicas of the attention, which share experts; elsewhere there is one."""
+    """``ep2`` and ``dp2`` have two replicas of the attention; elsewhere there is one."""
     parallel = LAYOUTS[layout]
-    return max(parallel.get("tensor", 1) * parallel.get("pipeline", 1), parallel.get("expert", 1))
+    return max(
+        parallel.get("tensor", 1) * parallel.get("pipeline", 1), parallel.get("expert", 1), 1 + (layout == "dp2")
+    )
 
 
 def with_four_key_heads(source: Path, folder: Path) -> Path:
@@ -96,46 +90,3 @@ class Outcome:
         """Of each step, sequences with other tokens than in ``other``."""
         pairs = zip(self.tokens, other.tokens, strict=True)
         return [sum(mine[key] != theirs.get(key) for key in mine) for mine, theirs in pairs]
-
-
-def main(options: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="a folder that does not exist")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--sequences", type=int, default=16, help="of a batch: 1, 2, 3, or a multiple of four")
-    chosen = parser.parse_args(options)
-    out = chosen.out.resolve()
-    out.mkdir(parents=True)
-    model = with_four_key_heads(REPOSITORY / "recipes" / "tiny" / "model", out / "model")
-    failed = False
-    print("layout  dtype  steps  largest gate  validations  first step with other tokens than tp1")
-    for dtype in chosen.dtypes:
-        alone: Outcome | None = None
-        for layout in chosen.layouts:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            command += ["--nproc-per-node", str(num_ranks(layout)), "-m", "megatron_rl"]
-            command += arguments(out, model, layout, dtype, steps=chosen.steps, sequences=chosen.sequences)
-            with (out / f"{run_name(layout, dtype)}.log").open("w") as log:
-                environment = {"OMP_NUM_THREADS": "1", **os.environ}
-                status = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log).returncode
-            if status:
-                failed = True
-                print(f"{layout:7} {dtype:6} ended with status {status}: {log.name}", flush=True)
-                continue
-            outcome = Outcome.of(out / run_name(layout, dtype))
-            alone = outcome if layout == "tp1" else alone
-            failed |= outcome.gates != [0.0] * chosen.steps
-            print(f"{layout:7} {dtype:6} {_row(outcome, alone)}", flush=True)
-    return int(failed)
-
-
-def _row(outcome: Outcome, alone: Outcome | None) -> str:
-    largest = "missing" if None in outcome.gates else max(outcome.gates, default="missing")
-    first_difference = "" if alone is None else next((i for i, n in enumerate(outcome.differing(alone)) if n), "none")
-    return f"{len(outcome.gates):5} {largest:>13} {len(outcome.rewards):12}  {first_difference}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
