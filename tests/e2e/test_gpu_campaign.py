@@ -24,14 +24,13 @@ CASES = [  # script, fault, a word of the parts that are run, a word of the part
     ("r2", "dropped_broadcast", "weights", "weights"),
     ("r2", "rounded_weights", "weights", "weights"),
     ("r3", "", "", ""),
-    ("r3", "unmarked", "tp2ep2", "updates, tp2ep2"),
-    ("r3", "lost_moments", "saved", "saved"),
+    ("r3", "unmarked", "gradients", "gradients, tp2ep2"),
+    ("r3", "lost_moments", "saved", "saved and resumed"),
     ("r4", "", "", ""),
     ("r4", "deaf", "planted", "planted lost_moments"),
     ("r4", "lost_moments", "checkpoint", "checkpoint, 2 ranks"),
     ("r6", "", "", ""),
-    ("r6", "slow_update", "update", "update"),
-    ("r6", "slow_generation", "generation", "generation"),
+    ("r6", "slow", "", "generation"),
     ("r6", "wrong_plan", "", "plan"),
 ]
 QUICK = [("r1", "", "exact, tp2ep2", ""), ("r1", "other_route", "exact, tp2ep2", "exact, tp2ep2")]

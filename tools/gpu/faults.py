@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-
-
-def _second() -> bool:
-    return os.environ["RANK"] == "1"
+from types import SimpleNamespace
+from unittest import mock
 
 
 def rounded() -> None:
@@ -19,7 +17,7 @@ def rounded() -> None:
 
     def init(self, *arguments, **options) -> None:
         own(self, *arguments, **options)
-        if _second():
+        if os.environ["RANK"] == "1":
             with torch.no_grad():
                 for parameter in self.module.parameters():
                     parameter.copy_(parameter.to(torch.bfloat16).to(parameter.dtype))
@@ -64,21 +62,13 @@ def dropped_broadcast() -> None:
     from megatron_rl.rollout.servers.weight_broadcast import WeightGroup
 
     own, calls = WeightGroup.broadcast, []
+    done = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
     def broadcast(self, tensor):
         calls.append(tensor)
-        return calls and _Done() if self.rank == 0 and len(calls) == 2 else own(self, tensor)
+        return done if self.rank == 0 and len(calls) == 2 else own(self, tensor)
 
     WeightGroup.broadcast = broadcast
-
-
-class _Done:
-    """A call that has been completed, without having done anything."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self) -> None: ...
 
 
 def rounded_weights() -> None:
@@ -96,50 +86,29 @@ def rounded_weights() -> None:
     Sender.send = send
 
 
-def slow_update() -> None:
-    """Each update computes its gradients forty times."""
-    _repeated("megatron_rl.learner.learner", "Learner", "update")
+def slow() -> None:
+    """Each batch is sampled, and each update computed, twenty times."""
+    from megatron_rl.learner.learner import Learner
+    from megatron_rl.rollout.vllm_engine import VllmGenerator
 
-
-def slow_generation() -> None:
-    """Each batch is sampled forty times."""
-    _repeated("megatron_rl.rollout.vllm_engine", "VllmGenerator", "rollout")
-
-
-def _repeated(module: str, owner: str, name: str) -> None:
-    import importlib
-
-    kind = getattr(importlib.import_module(module), owner)
-    own = getattr(kind, name)
-    setattr(kind, name, lambda *arguments, **options: [own(*arguments, **options) for _ in range(40)][-1])
+    for kind, name in ((Learner, "update"), (VllmGenerator, "rollout")):
+        own = getattr(kind, name)
+        setattr(kind, name, lambda *arguments, own=own, **options: [own(*arguments, **options) for _ in range(20)][-1])
 
 
 def unmarked() -> None:
     """Nothing marks expert weights, as TransformerEngine leaves them."""
-    from megatron_rl.learner import model
-
-    def only_their_optimizer(module) -> None:
-        for name, parameter in module.named_parameters():
-            if ".experts." in name:
-                parameter.allreduce = False
-
-    model.mark_expert_parameters = only_their_optimizer
+    _of_the_doctor("unmarked_experts", "experts")
 
 
 def lost_moments() -> None:
     """A load brings Adam's second moments back at half."""
-    import torch
+    _of_the_doctor("lost_moments", "checkpoint")
 
-    from megatron_rl.learner.learner import Learner
 
-    own = Learner.load
+def _of_the_doctor(program: str, check: str) -> None:
+    """What a program of the doctor's tests breaks, without its check."""
+    from tests.parallel.programs import doctor
 
-    def load(self, *arguments, **options):
-        state = own(self, *arguments, **options)
-        with torch.no_grad():
-            for optimizer in self.optimizer.chained_optimizers:
-                for moments in optimizer.optimizer.state.values():
-                    moments["exp_avg_sq"].mul_(0.5)
-        return state
-
-    Learner.load = load
+    with mock.patch.object(doctor.learner, check):
+        getattr(doctor, program)(None)

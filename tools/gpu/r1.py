@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tools.gpu.r4 import check
 from tools.gpu.run import Problem, Run
 
 PLANTS = ("rounded", "dropped", "other_route")
@@ -16,7 +17,7 @@ EPS = 1e-3  # Adam divides by the root of a second moment: with a smaller one, r
 
 
 def main(run: Run) -> None:
-    run.part("collectives", partial(collectives, run))
+    run.part("collectives", partial(check, run, "collectives", 2))
     one: dict[str, Any] = {}
     run.part("gradients, one rank", lambda: alone(run, one))
     for layout in LAYOUTS:
@@ -24,18 +25,6 @@ def main(run: Run) -> None:
     others = () if run.rehearse else ("fp32", "fp16")
     for layout, dtype in [*((layout, "bf16") for layout in LAYOUTS), *(("tp2ep2", dtype) for dtype in others)]:
         run.part(f"exact, {layout}, {dtype}", partial(exact, run, layout, dtype))
-
-
-def collectives(run: Run) -> dict[str, Any]:
-    """All-reduce and all-to-all give the right values; their rates are those of sockets."""
-    from megatron_rl.doctor.checks import Setting
-
-    setting = Setting(run.device, 2, str(run.folder), scratch=str(run.folder))
-    job = ("megatron_rl.doctor.frame.attempt", {"name": "collectives", "setting": setting})
-    (outcome, _), *_ = (results["job"] for results in run.ranks(2, {"job": job}, 120).whole())
-    if outcome.status != "pass":
-        raise Problem(outcome.reason)
-    return {"figures": outcome.figures, "said": outcome.reason}
 
 
 def exact(run: Run, layout: str, dtype: str) -> dict[str, Any]:
@@ -55,26 +44,26 @@ def exact(run: Run, layout: str, dtype: str) -> dict[str, Any]:
     return {"exact/max_abs_prob_diff": gates}
 
 
-def train(run: Run, size: int, parallel: dict[str, int]) -> dict[str, Any]:
+def train(run: Run, size: int, parallel: dict[str, int], libraries: str) -> dict[str, Any]:
     """What `train_on_stored_rollouts` returns on the first rank, in fp32."""
     learner = {"optimizer": {"lr": 1e-4, "eps": EPS}, "parallel": parallel}
     sections = {"num_steps": STEPS, "runtime": {"device": run.device}, "learner": learner}
     job = ("tests.parallel.programs.learner.train_on_stored_rollouts", sections)
-    return run.ranks(size, {"train": job}, 120).whole()[0]["train"]
+    return run.ranks(size, {"train": job}, 120, libraries=libraries).whole()[0]["train"]
 
 
-def alone(run: Run, one: dict[str, Any]) -> dict[str, Any]:
-    one |= train(run, 1, {})
+def alone(run: Run, one: dict[str, Any], libraries: str = "") -> dict[str, Any]:
+    one |= train(run, 1, {}, libraries)
     return {"grad_norm": [step["actor/grad_norm"] for step in one["metrics"]]}
 
 
-def gradients(run: Run, layout: str, one: dict[str, Any]) -> dict[str, Any]:
+def gradients(run: Run, layout: str, one: dict[str, Any], libraries: str = "") -> dict[str, Any]:
     """Log-probs, gradient norms and weights after two updates, within what the order of fp32's sums explains."""
     from tests.support.plain_training import float32_limits
 
     if not one:
         raise Problem("there is no run of one rank to compare with")
-    limits, several = float32_limits(STEPS, eps=EPS), train(run, 2, LAYOUTS[layout])
+    limits, several = float32_limits(STEPS, eps=EPS), train(run, 2, LAYOUTS[layout], libraries)
     return compared(several, one, limits)
 
 

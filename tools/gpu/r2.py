@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.process.host import write_whole
 from tools.gpu.run import Problem, Run
 
 PLANTS = ("patience", "dropped_broadcast", "rounded_weights")
@@ -70,7 +71,7 @@ def train_until(how: str, arguments: list[str], folder: str) -> list[int]:
 def weights(run: Run, killed: bool = False) -> dict[str, Any]:
     """A trainer and two servers: what arrives has the bits that were sent. ``killed``: one server dies in the second
     update, and the trainer hears of it in time."""
-    mib = 8 if run.rehearse else 2048
+    mib = 8 if run.rehearse else 512
     call = {"folder": str(run.folder / f"group-{killed}"), "device": run.device, "mib": mib, "killed": killed}
     ended = run.ranks(1 + SERVERS, {"send": ("tools.gpu.r2.send_weights", call)}, 180, grace_s=3 * STALL_S)
     if killed:
@@ -110,9 +111,7 @@ def send_weights(folder: str, device: str, mib: int, killed: bool) -> dict[str, 
     backend = "nccl" if device == "cuda" else "gloo"
     group = WeightGroup.open("127.0.0.1", "campaign", 1 + SERVERS, backend, STALL_S)
     place.parent.mkdir()
-    part = place.with_suffix(".part")
-    part.write_text(json.dumps(asdict(group.place)))
-    part.rename(place)
+    write_whole(place, json.dumps(asdict(group.place)))
     group.form()
     sender, seconds, start = Sender(group), [], time.monotonic()
     try:

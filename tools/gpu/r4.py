@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from typing import Any
+from unittest import mock
 
 from megatron_rl.doctor.checks import Outcome, Setting, find
 from megatron_rl.doctor.frame import run_check
@@ -29,7 +30,6 @@ REHEARSED = {"fp32, 1 rank", "checkpoint, 2 ranks", "planted lost_moments"}  # t
 
 
 def main(run: Run) -> None:
-    os.environ.update(run.shared())
     parts = [(f"{name}, 1 rank", partial(check, run, name, 1)) for name in OF_ONE]
     # What needs no engine comes first: a start takes half a minute.
     parts[10:10] = [(f"{name}, 2 ranks", partial(check, run, name, 2)) for name in OF_TWO]
@@ -49,8 +49,8 @@ def check(run: Run, name: str, ranks: int) -> dict[str, Any]:
     if FAULTS.get(run.plant, (0, ""))[::-1] == (name, ranks):
         outcome = in_ranks(run, run.plant)
     else:
-        result = run_check(find(name), setting(run, ranks), run.left)
-        outcome = result.outcome
+        with mock.patch.dict(os.environ, run.shared()):
+            outcome = run_check(find(name), setting(run, ranks), run.left).outcome
     if outcome.status == "not run":
         raise NotRun(outcome.reason)
     if outcome.status == "fail":
@@ -71,6 +71,5 @@ def planted(run: Run, name: str) -> dict[str, Any]:
 def in_ranks(run: Run, program: str, ranks: int = 0, **arguments: Any) -> Outcome:
     ranks = ranks or FAULTS[program][0]
     job = (f"tests.parallel.programs.doctor.{program}", {"setting": setting(run, ranks), **arguments})
-    environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    os.environ.update(environment)  # as the check `checkpoint` has it
-    return run.ranks(ranks, {"check": job}, 180, plant="").whole()[0]["check"]
+    with mock.patch.dict(os.environ, find("checkpoint").environment):
+        return run.ranks(ranks, {"check": job}, 180, plant="").whole()[0]["check"]

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import platform
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,11 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.process.host import write_whole
+
 ROOT = Path(__file__).resolve().parents[2]
 SITE = Path(__file__).parent / "site"
 SECONDS = 480.0  # of a script on the GPU
 GRACE_S = 3.0  # for ranks that lost a peer, to say so
-LOG_CHARACTERS = 3000
+LOG_CHARACTERS = 20_000  # the watchdog's message comes before a long stack
 SHOWN = 400  # characters of a part's reason; the file has all of it
 GREEN, RED, OPEN = 0, 1, 3  # exit status
 PLANT = "GPU_CAMPAIGN_PLANT"  # environment variable of ranks: the fault that `rank` plants
@@ -149,9 +152,8 @@ class Run:
 
     def write(self) -> None:
         document = {"verdict": self.verdict(), "rehearsal": self.rehearse, "plant": self.plant, **about()}
-        part = self.out.with_name(self.out.name + ".part")
-        part.write_text(json.dumps(document | {"parts": self.parts}, indent=1, ensure_ascii=False, default=str) + "\n")
-        part.replace(self.out)
+        text = json.dumps(document | {"parts": self.parts}, indent=1, ensure_ascii=False, default=str)
+        write_whole(self.out, text + "\n")
 
     def end(self) -> int:
         self.write()
@@ -241,9 +243,6 @@ def about() -> dict[str, Any]:
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     smi = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        gpu = subprocess.run(smi, capture_output=True, text=True, check=False, timeout=30).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        gpu = ""
+    found = shutil.which(smi[0]) and subprocess.run(smi, capture_output=True, text=True, check=False).stdout.strip()
     command = " ".join(["python -m tools.gpu", *sys.argv[1:]])
-    return {"commit": commit, "command": command, "gpu": gpu or None, "python": platform.python_version()}
+    return {"commit": commit, "command": command, "gpu": found or None, "python": platform.python_version()}
