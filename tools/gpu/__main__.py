@@ -20,7 +20,6 @@ NAMES = ("r1", "r2", "r3", "r4", "r6")  # r6 has R7, too
 
 
 def script_of(name: str) -> Any:
-    """The module of a script: its PLANTS and its main."""
     return importlib.import_module(f"tools.gpu.{name}")
 
 
@@ -41,8 +40,7 @@ def main(arguments: list[str]) -> int:
     if options.plant and options.plant not in script.PLANTS:
         parser.error(f"--plant {options.plant}: {options.name} has {', '.join(script.PLANTS)}")
     out = options.out or Path(f"{options.name}.json")
-    run = Run(options.name, out, options.rehearse, options.plant, options.seconds, options.only)
-    script.main(run)
+    script.main(run := Run(options.name, out, options.rehearse, options.plant, options.seconds, options.only))
     return run.end()
 
 

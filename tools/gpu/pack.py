@@ -26,7 +26,6 @@ from pathlib import Path
 MAGIC, MEMBER_MIN = 0xBA55ED50, 64
 CONTAINER = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes of all members
 MEMBER = struct.Struct("<HHIQ")  # kind, version, bytes of this header, bytes of what follows it
-ARCHITECTURE_AT = 28  # in a member's header
 PTX = 1
 SECTIONS = (b".nv_fatbin", b"__nv_relfatbin")
 LOAD_MIB = 60
@@ -34,7 +33,7 @@ MIB = 1 << 20
 
 
 class Unreadable(Exception):
-    """A library is not as it is described here. It travels as it is."""
+    """A library of another form, which travels as it is."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,8 @@ def sections(data: bytes | bytearray) -> Iterator[tuple[int, int]]:
 
 def containers(data: bytes | bytearray) -> Iterator[Container]:
     """All containers of a library. Raises `Unreadable` where members do not fill one."""
-    needle = struct.pack("<I", MAGIC)
     for start, end in sections(data):
-        while (start := data.find(needle, start, end)) >= 0:
+        while (start := data.find(struct.pack("<I", MAGIC), start, end)) >= 0:
             _, _, header, length = CONTAINER.unpack_from(data, start)
             place, last, members = start + header, start + header + length, []
             if last > end:
@@ -77,7 +75,7 @@ def containers(data: bytes | bytearray) -> Iterator[Container]:
                 kind, _, own, size = MEMBER.unpack_from(data, place)
                 if own < MEMBER_MIN or place + own + size > last:
                     raise Unreadable(f"a member at {place} does not fit in its container")
-                (sm,) = struct.unpack_from("<I", data, place + ARCHITECTURE_AT)
+                (sm,) = struct.unpack_from("<I", data, place + 28)  # of its header
                 members.append(Member(kind, sm, place, place + own + size))
                 place += own + size
             yield Container(start, tuple(members), last)
@@ -97,21 +95,17 @@ def emptied(data: bytes, sm: int) -> bytearray:
     result = bytearray(data)
     for container in containers(data):
         code = b"".join(data[m.start : m.end] for m in kept(container.members, sm))
-        magic, version, header, _ = CONTAINER.unpack_from(data, container.start)
-        CONTAINER.pack_into(result, container.start, magic, version, header, len(code))
-        place = container.start + header
+        *head, _ = CONTAINER.unpack_from(data, container.start)
+        CONTAINER.pack_into(result, container.start, *head, len(code))
+        place = container.start + head[-1]
         result[place : container.end] = code + bytes(container.end - place - len(code))
     return result
 
 
 def prove(before: bytes, after: bytes | bytearray, sm: int) -> int:
-    """Compare the kept members of both, in order, and all bytes outside of containers. Returns the number of members.
-
-    Raises `AssertionError` where one differs.
-    """
-    pairs = list(zip(containers(before), containers(after), strict=True))
+    """Compare kept members, in order, and all bytes outside of containers. Returns the number of members."""
     number = place = 0
-    for old, new in pairs:
+    for old, new in zip(containers(before), containers(after), strict=True):
         assert old.start == new.start, f"a container moved from {old.start} to {new.start}"
         code = [before[m.start : m.end] for m in kept(old.members, sm)]
         assert code == [bytes(after[m.start : m.end]) for m in new.members], f"other code in the one at {old.start}"
@@ -121,9 +115,8 @@ def prove(before: bytes, after: bytes | bytearray, sm: int) -> int:
     return number
 
 
-def unpack(wheel: Path, folder: Path, sm: int, without: list[str]) -> list[str]:
+def unpack(wheel: Path, folder: Path, sm: int, without: list[str]) -> Iterator[str]:
     """Unpack ``wheel``, its libraries emptied and proved. A line for each library with code for GPUs."""
-    lines = []
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             if name.endswith("/") or any(fnmatch(name, pattern) for pattern in without):
@@ -134,14 +127,13 @@ def unpack(wheel: Path, folder: Path, sm: int, without: list[str]) -> list[str]:
                     small = emptied(data, sm)
                     number = prove(data, small, sm)
                     size = len(lzma.compress(small, preset=1)) / MIB
-                    lines.append(f"{name}: {len(data) / MIB:.0f} MiB, packed {size:.1f}; {number} kept members equal")
+                    yield f"{name}: {len(data) / MIB:.0f} MiB, packed {size:.1f}; {number} kept members equal"
                     data = bytes(small)
                 except Unreadable as problem:
-                    lines.append(f"{name}: {len(data) / MIB:.0f} MiB as it is: {problem}")
+                    yield f"{name}: {len(data) / MIB:.0f} MiB as it is: {problem}"
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
-    return lines
 
 
 class Loads:
