@@ -70,7 +70,7 @@ WATCHED = {
     "actor/pg_clipfrac": Watched(1, "share", 0.1),
     "actor/grad_norm": Watched(0, least=2.0, drifts=True),
     "actor/entropy": Watched(0, drifts=True),
-    "noise/relative_update": Watched(0),
+    "noise/relative_update": Watched(1),
     "actor/update_skipped": Watched(1, "share", 0.2),
     "response_length/mean": Watched(0, drifts=True),
     "response_length/clip_ratio": Watched(1, "share", 0.1),

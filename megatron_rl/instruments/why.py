@@ -44,7 +44,8 @@ class Finding:
     """All that is said of a run. Without a sign there are no changes and no suspects.
 
     ``changes``: departures. ``history``: what somebody changed. ``unmeasured``: watched metrics that the records lack.
-    ``rises``: whether the reward ended above where it began; None where that is not known.
+    ``rises``: whether the reward ended above where it began; None where that is not known. ``since``: the step of the
+    first record in which a departure counts, `AHEAD` records before the sign.
     """
 
     run: str
@@ -56,6 +57,7 @@ class Finding:
     history: tuple[Event, ...] = ()
     unmeasured: tuple[str, ...] = ()
     rises: bool | None = None
+    since: int | None = None
 
     @property
     def is_healthy(self) -> bool:
@@ -83,7 +85,7 @@ class Finding:
         sign = self.first_sign
         if sign is None:
             return None
-        least = self.changed_at or 0
+        least = max(self.changed_at or 0, sign - AHEAD if self.since is None else self.since)
         return min((change.step for change in self.changes if least <= change.step <= sign), default=sign)
 
     def as_json(self) -> dict[str, Any]:
@@ -113,7 +115,7 @@ def find(
     first, last = steps[max(0, at - AHEAD)], steps[min(len(steps) - 1, at + AFTERWARDS)]
     if seen.changed_at is not None:
         first = min(first, seen.changed_at)
-    seen = replace(seen, changes=departures(records, first, last))
+    seen = replace(seen, changes=departures(records, first, last), since=first)
     changed = [event.key for event in history if event.weight == "strong" and (event.step or 0) <= sign]
     case = Case(records, recipe, sign, collapse, [c for c in seen.changes if c.step >= (seen.changed_at or 0)], changed)
     return replace(seen, suspects=_ranked(_made(seen, steps), suspects(case)))

@@ -1,0 +1,73 @@
+"""The table of causes: what counts for a row, what speaks against it, and what cannot be judged."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.instruments.causes import CAUSES, Case, blind, suspects, two
+from megatron_rl.instruments.departures import WATCHED, Change
+from tests.unit.instruments.test_why import records
+
+
+def test_every_measure_is_watched_and_its_direction_tells():
+    for cause in CAUSES:
+        for metric, is_up in cause.measures:
+            assert WATCHED[metric].direction in (0, 1 if is_up else -1)
+
+
+@pytest.mark.parametrize(("step", "is_suspect"), [(20, True), (23, True), (30, False), (41, False)])
+def test_a_measure_counts_among_the_first_departures_up_to_the_sign(step, is_suspect):
+    changes = [Change("actor/entropy", 20, 0.3, 0.9), Change("mismatch/rho_std", step, 1e-6, 0.2)]
+    found = suspects(Case(records(), {}, 40, None, changes))
+    assert ("mismatch" in [suspect.name for suspect in found]) == is_suspect
+
+
+def test_two_scales_are_not_divided():
+    rows = [row | {"critic/score/mean": -0.5, "val/reward/mean": 0.3} for row in records()]
+    assert "data" not in [suspect.name for suspect in suspects(Case(rows, {}, 40))]
+
+
+def test_a_share_that_nobody_measured_is_not_zero():
+    rows = [
+        {k: v for k, v in row.items() if "clip_ratio" not in k}
+        for row in records(response_length__mean=lambda s: s + 9.0)
+    ]
+    (length,) = [suspect for suspect in suspects(Case(rows, {}, 40)) if suspect.name == "length"]
+    assert "how many were cut is not known" in length.observation
+
+
+def test_what_cannot_be_judged_is_named_with_what_it_needs():
+    lacking = blind([{"step": 0, "critic/rewards/mean": 0.5, "actor/ppo_kl": 0.0}], {"rollout": {"temperature": 1.0}})
+    assert lacking["learning rate"] == "noise/relative_update or actor/ppo_kl above 0"
+    assert lacking["clip range"] == "--set objective.policy_term=…"
+    assert not {"temperature", "reward"} & set(lacking)
+
+
+@pytest.mark.parametrize(("term", "is_suspect"), [("gspo", True), ("vespo", False)])
+def test_a_mismatch_that_includes_the_updates_is_no_rounding(term, is_suspect):
+    """Without a pass for po, mu is compared with a pi that has moved."""
+    types = {"learner": {"dtype": "bf16"}, "rollout": {"dtype": "bf16"}, "batch": {"minibatches": 4}}
+    case = Case(records(**{"mismatch/rho_std": 0.5}), types | {"objective": {"policy_term": term}})
+    assert ("rounding" in [suspect.name for suspect in suspects(case)]) == is_suspect
+
+
+def test_a_run_without_metrics_has_no_suspect():
+    assert suspects(Case([{"step": 0}], {})) == []
+
+
+def rate(rows, sign: int) -> float | None:
+    found = [suspect.value for suspect in suspects(Case(rows, {}, sign)) if suspect.name == "learning rate"]
+    return found[0] if found else None
+
+
+def test_a_rate_that_was_raised_counts_from_the_raise_on():
+    """Up to the sign alone: updates that grow at the same rate are a symptom."""
+    sizes = {"noise/relative_update": lambda step: 3e-4 if step < 20 else 4e-3}
+    raised = records(**sizes, **{"actor/lr": lambda step: 1e-4 if step < 20 else 1e-3})
+    assert rate(raised, 25) == 4e-3
+    assert rate(raised, 15) is None  # the raise came after the first sign
+    assert rate(records(**sizes, **{"actor/lr": 1e-4}), 25) is None
+
+
+def test_large_numbers_have_no_exponent():
+    assert [two(value) for value in (250.0, 704.2, 1.234, 2.9e-13)] == ["250", "700", "1.2", "2.9e-13"]
