@@ -82,3 +82,32 @@ def test_logs_of_several_runs_are_listed(logs, tmp_path):
     with pytest.raises(InputError, match=r"2 runs; give one: .*mlflow\.db/rate, .*mlflow\.db/second"):
         read_run(tmp_path / "mlflow.db")
     assert read_run(tmp_path / "mlflow.db/rate").records == read_run(logs / "verl/mlflow.db").records
+
+
+CONSOLE = {
+    "verl": "(Task pid=7) step:{step} - critic/score/mean:np.float64({reward}) - timing_s/step:3 - actor/lr:0",
+    "slime": "[2026-08-21] rollout {step}: {{'rollout/raw_reward': {reward}, 'rollout/response_len/mean': 9.5}}",
+    "TRL": "{{'loss': 0.0, 'reward': '{reward}', 'completions/clipped_ratio': nan, 'frac_reward_zero_std': 0.1}}",
+}
+
+
+@pytest.mark.parametrize("project", CONSOLE)
+def test_what_a_run_printed_is_read(tmp_path, project):
+    lines = [CONSOLE[project].format(step=step, reward=0.5 + step / 8) for step in (1, 2, 3)]
+    (tmp_path / "run.log").write_text("\n".join(["Starting …", lines[0], "a warning: {'x'", *lines[1:], "Killed"]))
+    run = read_run(tmp_path / "run.log")
+    assert run.project.name == project
+    reward = "critic/score/mean" if project == "verl" else "critic/rewards/mean"
+    assert [(record["step"], record[reward]) for record in run.records] == [(1, 0.625), (2, 0.75), (3, 0.875)]
+
+
+def test_a_list_of_rows_and_a_history_with_empty_cells_are_read(tmp_path):
+    rows = [{"_step": 2 * n, "rollout/step": n, "rollout/raw_reward": 0.5} for n in range(3)]
+    rows += [{"_step": 2 * n + 1, "train/step": n, "train/pg_clipfrac": 0.1} for n in range(3)]
+    (tmp_path / "run.json").write_text(json.dumps(rows))
+    columns = ["_step", "rollout/step", "train/step", "rollout/raw_reward", "train/pg_clipfrac"]
+    table = [",".join(str(row.get(name, "")) for name in columns) for row in rows]
+    (tmp_path / "run.csv").write_text("\n".join([",".join(columns), *table]))
+    expected = [{"step": n, "critic/rewards/mean": 0.5, "actor/pg_clipfrac": 0.1} for n in range(3)]
+    assert read_run(tmp_path / "run.json").records == expected
+    assert read_run(tmp_path / "run.csv").records == expected
