@@ -211,9 +211,8 @@ def _dose(case: Case) -> Seen | None:
     noise, rho = case.setting("exact.noise"), case.first("mismatch/rho_std")
     if not isinstance(noise, Mapping) or rho is None:
         return None
-    return Seen(
-        rho, SAFE_RHO, f"mismatch/rho_std is {rho:.2g} in the first steps, by a dose of the kind {noise.get('kind')}"
-    )
+    kind = noise.get("kind")
+    return Seen(rho, SAFE_RHO, f"mismatch/rho_std is {rho:.2g} in the first steps, by a dose of the kind {kind}")
 
 
 def _overflow(case: Case) -> Seen | None:
@@ -328,14 +327,11 @@ def _jump(case: Case) -> Seen | None:
     size = case.first("noise/relative_update") or 0.0
     if change is None or change.margin < JUMP or size > SAFE_UPDATE or case.changed:
         return None
-    text = f"the policy is another at step {change.step}: actor/entropy goes from {two(change.before)} to "
-    return Seen(
-        change.margin,
-        1.0,
-        f"{text}{two(change.after)}, with updates as before: weights that were loaded, "
-        "restored or damaged, or other prompts",
-        always=True,
+    went = f"the policy is another at step {change.step}: actor/entropy goes from {two(change.before)} to "
+    text = (
+        f"{went}{two(change.after)}, with updates as before: weights that were loaded, restored or damaged, or prompts"
     )
+    return Seen(change.margin, 1.0, text, always=True)
 
 
 def _no_constant(case: Case) -> None:
@@ -446,8 +442,7 @@ CAUSES = (
         "model.path data.prompt data.train",
         _jump,
         needs=("actor/entropy",),
-        apart="`megatron-rl eval` of a checkpoint before and one after that step: a lower reward means weights, an "
-        "equal one means prompts",
+        apart="`megatron-rl eval RECIPE --checkpoint` before and after it: lower means weights, equal prompts",
     ),
     Cause(
         "no signal",
@@ -479,13 +474,10 @@ def _suspect(cause: Cause, case: Case) -> Suspect | None:
     test = cause.test(case) if callable(cause.test) else cause.test
     keys = tuple(cause.keys.split())
     if not moved:
-        weighed = seen.value / seen.safe * seen.weight
-        against = seen.contradicts
+        excess, test = seen.value / seen.safe * seen.weight, test if seen.test is None else seen.test
         supports = seen.supports if seen.always else (*seen.supports, "by a constant of tiny models")
-        test = test if seen.test is None else seen.test
-        return Suspect(
-            cause.name, keys, seen.text, float(seen.value), seen.safe, weighed, supports, against, test, cause.apart
-        )
+        measured = (float(seen.value), seen.safe, excess)
+        return Suspect(cause.name, keys, seen.text, *measured, supports, seen.contradicts, test, cause.apart)
     first = min(moved, key=lambda change: change.step)
     text = f"{cause.told}: {first.metric} goes from {two(first.before)} to {two(first.after)} at step {first.step}"
     supports = tuple(f"{c.metric}: {two(c.before)} → {two(c.after)} at step {c.step}" for c in moved if c is not first)

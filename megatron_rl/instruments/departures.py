@@ -63,7 +63,6 @@ WATCHED = {
     "mismatch/rho_std": Watched(1, least=4.0),
     "router/agree_frac": Watched(-1, "share", 0.05),
     "critic/rewards/mean": Watched(-1, "level", 0.25),
-    "critic/score/mean": Watched(-1, "level", 0.25),
     "val/reward/mean": Watched(-1, "level", 0.25),
     "groups/no_signal_frac": Watched(1, "share", 0.3, drifts=True),
     "actor/ppo_kl": Watched(1, least=2.0),
