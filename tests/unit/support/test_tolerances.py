@@ -29,6 +29,8 @@ STATEMENTS = {
     "unit/tools/test_scale.py::test_unit_costs_of_steps_that_cost_what_they_hold": "least squares of ones and zeros",
     "unit/monitor/test_alarms.py::test_t_quantiles": "what t_quantile_975 allows its series",
     "unit/monitor/test_alarms.py::test_slope_and_interval_of_a_worked_example": "the same series",
+    "unit/instruments/lab/test_report.py::test_primaries_are_decided_together": "what made-up seeds differ by",
+    "unit/instruments/lab/test_results_statistics.py::test_equal_differences_and_few_seeds_decide_nothing": "a small p",
     "unit/instruments/parity/test_witnesses_first_layers.py::test_memory_at_30_billion_parameters": "three digits",
     "unit/instruments/parity/test_witnesses_first_layers.py::test_a_model_too_large_is_refused": "digits",
     "unit/instruments/plan/test_servers.py::test_plan_prints_and_writes_the_arms": "a mean of some 1e5 draws",
