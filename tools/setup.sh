@@ -24,22 +24,24 @@ if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
   "$PYTHON" -m venv "$VENV"
 fi
 
+log=.cache/setup.log
+pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check "$@" >>"$log" 2>&1; }
+failed() { tail -n 5 "$log" >&2; say "$1; all of its output: $log"; exit 1; }
+# megatron-core has wheels for Python 3.12 and newer alone; its source distribution builds under 3.11 (half a minute).
+megatron=$(grep -o '^megatron-core==[0-9.]*' requirements-cpu.txt)
+install_megatron() { pip_install --no-deps --ignore-requires-python "$@" "$megatron" || failed "pip failed to build $megatron"; }
+
 stamp=$VENV/.installed
 wanted=$(cat requirements-cpu.txt pyproject.toml setup.py tools/stubs/*.whl | sha256sum | cut -d' ' -f1)
 if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
   say "installing requirements-cpu.txt (vLLM, PyTorch, Megatron-Core; about 2 minutes, 2.5 GB)"
   rm -f "$stamp"
   # The configured sources first: an unreachable extra index costs minutes of retries.
-  log=.cache/setup.log
-  pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check "$@" >>"$log" 2>&1; }
   install() { pip_install -r requirements-cpu.txt "$@"; }
   : >"$log"
-  # megatron-core has wheels for Python 3.12 and newer alone; its source distribution builds under 3.11 (half a minute).
   # requirements-cpu.txt then finds it there.
-  megatron=$(grep -o '^megatron-core==[0-9.]*' requirements-cpu.txt)
   if ! "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
-    pip_install --no-deps --ignore-requires-python --no-binary megatron-core "$megatron" || {
-      tail -n 5 "$log" >&2; say "pip failed to build $megatron; all of its output: $log"; exit 1; }
+    install_megatron
   fi
   if ! install; then
     if [ -z "$TORCH_INDEX" ]; then
@@ -49,7 +51,7 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
       exit 1
     else
       say "trying again with $TORCH_INDEX"
-      install --extra-index-url "$TORCH_INDEX" || { tail -n 5 "$log" >&2; say "pip failed; all of its output: $log"; exit 1; }
+      install --extra-index-url "$TORCH_INDEX" || failed "pip failed"
     fi
   fi
   "$VENV/bin/python" -m pip install --disable-pip-version-check --no-deps -e . >>"$log" 2>&1 || { tail -n 5 "$log" >&2; exit 1; }
@@ -59,5 +61,9 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
   echo "$wanted" >"$stamp"
 fi
 
-"$VENV/bin/python" -m megatron_rl patch apply
+if ! "$VENV/bin/python" -m megatron_rl patch apply; then
+  say "Megatron-Core is installed anew: its files were neither upstream's nor patched as here"
+  install_megatron --force-reinstall
+  "$VENV/bin/python" -m megatron_rl patch apply
+fi
 say "ready"

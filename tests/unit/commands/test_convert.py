@@ -22,17 +22,17 @@ def run_with(folder: Path, **prompt: str) -> RunDirectory:
     return directory
 
 
-def test_a_run_is_no_checkpoint(tmp_path, capsys):
+def test_a_run_without_a_checkpoint_is_told(tmp_path, capsys):
     directory = run_with(tmp_path)
     assert main(["convert", "to-hf", str(directory.root), str(tmp_path / "out")]) == 2
-    assert "is a run; give a checkpoint of it" in capsys.readouterr().err
+    assert "a run directory without a complete checkpoint" in capsys.readouterr().err
 
 
 def test_without_the_models_folder_the_option_is_named(tmp_path, capsys):
     checkpoint = run_with(tmp_path).checkpoints / "step_00000002"
     checkpoint.mkdir()
     assert main(["convert", "to-hf", str(checkpoint), str(tmp_path / "out")]) == 2
-    assert "--model: no folder" in capsys.readouterr().err
+    assert "has no config.json; --model names the folder" in capsys.readouterr().err
 
 
 def test_adapters_are_told_from_another_models_weights():

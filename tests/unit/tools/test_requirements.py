@@ -65,7 +65,7 @@ def test_one_release_of_megatron_core_which_has_a_series_and_a_way_under_each_py
     }
     for text in (CUDA, CPU):
         assert f"pip install --no-deps --ignore-requires-python {line}" in text
-    assert '--no-deps --ignore-requires-python --no-binary megatron-core "$megatron"' in SET_UP
+    assert '--no-deps --ignore-requires-python "$@" "$megatron"' in SET_UP
 
 
 @pytest.mark.parametrize("text", [CUDA, CONTAINERFILE], ids=["requirements.txt", "Containerfile"])
