@@ -32,7 +32,7 @@ MAX_ANSWER_CHARS = 2000  # a longer text is not an answer; this bounds all later
 MAX_BARE_CHARS = 400  # a response without any mark is taken whole as the answer up to this length
 _TAIL_CHARS = 8000  # "Answer:" lines are looked for in this much of a response's end
 
-_THINKING = ("<think>", "<thinking>", "[THINK]")
+THINKING = ("<think>", "<thinking>", "[THINK]")
 _THOUGHT = ("</think>", "</thinking>", "[/THINK]")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 _ANSWER_MARK = re.compile(
@@ -54,7 +54,7 @@ KINDS = ("number", "expression", "text", "spelling", "invalid")
 
 def without_thinking(response: str) -> str:
     """Return the response after its thinking; "" if it ends inside its thinking."""
-    opened = max(response.rfind(mark) for mark in _THINKING)
+    opened = max(response.rfind(mark) for mark in THINKING)
     closed, mark = max((response.rfind(mark), mark) for mark in _THOUGHT)
     if opened > closed:
         return ""
@@ -139,7 +139,7 @@ def gold_answer(gold: str) -> str:
 
 
 def math_verdict(response: str, gold: str, accept_unevaluated: bool = False) -> float | MathTask:
-    """Return 1.0 or 0.0 if fractions decide, else the task for a worker. Never raises for two strings."""
+    """Return 1.0 or 0.0 if fractions decide, else the task for a worker."""
     answer, reference = final_answer(response), gold_answer(gold)
     if answer is None or not reference:
         return 0.0
@@ -171,13 +171,13 @@ def math_reward(response: str, gold_answer: str, *, accept_unevaluated: bool = F
     ``DEFAULT_TIMEOUT_S`` of processor time. To score many responses use ``Rewarder``, which spreads them over workers.
     """
     texts = ["" if value is None else str(value) for value in (response, gold_answer)]
-    verdict = math_verdict(*texts, accept_unevaluated)
-    if isinstance(verdict, float):
-        return verdict
     try:
+        verdict = math_verdict(*texts, accept_unevaluated)
+        if isinstance(verdict, float):
+            return verdict
         return _shared_pool().run([verdict])[0].value
-    except (OSError, RuntimeError) as error:
-        logger.warning("math_reward: no worker process could be started, scoring 0: %s", error)
+    except Exception as error:  # noqa: BLE001  no text ends a program, nor does a worker that cannot start
+        logger.warning("math_reward: not judged, scoring 0: %s: %s", type(error).__name__, error)
         return 0.0
 
 
@@ -185,7 +185,7 @@ def answer_key(gold: str) -> str:
     """Return a key that is equal for gold answers that differ only in spelling."""
     trees = readings(gold_answer(gold))
     value = exact_or_none(trees[0]) if trees and trees[0].kind == "number" else None
-    return spelling(gold_answer(gold)) if value is None else str(value)
+    return spelling(gold_answer(gold)) if value is None else f"{value.numerator:x}/{value.denominator:x}"
 
 
 def classify(golds: Iterable[str]) -> dict[str, str]:

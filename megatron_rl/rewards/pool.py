@@ -42,7 +42,7 @@ class Outcome:
     """Result of one task: a value, or the reason for its absence. ``retries``: calls that were made again for it."""
 
     value: float = 0.0
-    failure: Literal["", "limit", "crash", "error"] = ""
+    failure: Literal["", "limit", "crash", "error", "unjudged"] = ""
     detail: str = ""
     retries: int = 0
 

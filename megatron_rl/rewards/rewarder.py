@@ -22,7 +22,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -30,13 +30,12 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.errors import Fault, InputError, shown
 from megatron_rl.process.user_functions import check_function
 from megatron_rl.rewards.golds import respellings
-from megatron_rl.rewards.math_task import math_verdict
+from megatron_rl.rewards.math_task import THINKING, math_verdict
 from megatron_rl.rewards.pool import Outcome, WorkerPool
-from megatron_rl.types import Group, Rollout
+from megatron_rl.types import Group, Prompt, Rollout
 
 if TYPE_CHECKING:
     from megatron_rl.config.data import RewardConfig
-    from megatron_rl.types import Group, Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 ANSWER_MARK = "#"
@@ -53,7 +52,8 @@ def modsum_reward(response: str, answer: str) -> float:
 
 
 MAX_KINDS = 8  # number of examples that a rank shares with the others
-_WHAT = {"error": "failed", "limit": "went over its time or memory limit", "crash": "killed its worker process"}
+_WHAT = {"error": "failed", "limit": "went over its time or memory limit", "crash": "killed its worker process",
+         "unjudged": "could not be judged"}  # fmt: skip
 Task = dict[str, Any]
 _IN_PLACE = {"modsum": modsum_reward, "exact": lambda response, answer: float(response.strip() == answer.strip())}
 _RIGHT = {"math": r"\boxed{{}}", "modsum": "#{}"}  # how a response spells its answer
@@ -67,7 +67,7 @@ class RewardFault(Fault):
 class Failure:
     """Responses of one kind. ``prompt``, ``response`` and ``detail`` (a traceback, or "") are those of the first."""
 
-    kind: str  # "error", "limit" or "crash"
+    kind: str  # "error", "limit", "crash" or "unjudged"
     count: int
     prompt: str
     response: str
@@ -216,12 +216,12 @@ class Rewarder:
 
         A response whose scoring failed is counted in ``reward/timeouts`` (over its time or memory limit),
         ``reward/worker_failures`` (its worker died) or ``reward/errors`` (a reward function raised or did not return a
-        number). `failures` then has an example of each kind. The response gets 0. If its reward is a function and
-        `reward.on_error` is mask, it is also ``unscored`` and ``masked``.
+        number). One that a built-in reward cannot judge is counted in ``reward/unjudged`` and ends no run. `failures`
+        then has an example of each kind. The response gets 0. If its reward is a function and `reward.on_error` is
+        mask, it is also ``unscored`` and ``masked``.
         """
         rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
-        verdicts = [self._verdict(prompt, rollout) for prompt, rollout in rollouts]
-        outcomes = self._settle(verdicts)
+        outcomes = self._outcomes(rollouts)
         for (prompt, rollout), outcome in zip(rollouts, outcomes):
             rollout.raw_reward = outcome.value
             self._shape(rollout)
@@ -267,10 +267,10 @@ class Rewarder:
         response = _RIGHT.get(name, "{}").replace("{}", prompt.answer)
         rollout = SimpleNamespace(text=response)
         try:
-            outcome = self._settle([self._verdict(prompt, rollout)])[0]
+            outcome = self._outcomes([(prompt, rollout)])[0]
         except RuntimeError as error:  # no worker could be started
             raise RewardFault(f"reward {name}: {error}") from error
-        if outcome.failure:
+        if outcome.failure and outcome.failure != "unjudged":
             failure = Failure(outcome.failure, 1, prompt.id, response, outcome.detail)
             raise InputError(
                 f"reward {name}: {failure.text}\na reward function must return a number for every response"
@@ -286,22 +286,37 @@ class Rewarder:
             check_reward(self._config, self._max_response_length, [prompt.data_source])
         return self._config.by_source[prompt.data_source]
 
-    def _verdict(self, prompt: Prompt, rollout: Rollout) -> float | Task | Future[Outcome]:
+    def _outcomes(self, rollouts: Sequence[tuple[Prompt, Rollout]]) -> list[Outcome]:
+        """Score ``rollouts``. Where a built-in reward fails, the text is at fault: the outcome is "unjudged"."""
+        outcomes = self._settle([self._verdict(prompt, rollout) for prompt, rollout in rollouts])
+        return [
+            replace(outcome, failure="unjudged")
+            if outcome.failure in ("error", "limit") and ":" not in self._name_of(prompt)
+            else outcome
+            for (prompt, _), outcome in zip(rollouts, outcomes, strict=True)
+        ]
+
+    def _verdict(self, prompt: Prompt, rollout: Rollout) -> float | Task | Outcome | Future[Outcome]:
         """Return the reward, or the task for a worker that computes it, or its future where `begin` sent the task."""
         begun = self._begun.pop(id(rollout), None)
         if begun is not None:
             return begun[1]
         name = self._name_of(prompt)
-        if name == "math":
-            return math_verdict(rollout.text, prompt.answer, self._config.accept_unevaluated)
-        if name in _IN_PLACE:
+        if ":" in name:
+            return _task(name, prompt, rollout)
+        try:  # these texts come from a model or a data set, and this is the trainer's process
+            if name == "math":
+                thinking = _opened_thinking(prompt)
+                return math_verdict(thinking + rollout.text, prompt.answer, self._config.accept_unevaluated)
             return _IN_PLACE[name](rollout.text, prompt.answer)
-        return _task(name, prompt, rollout)
+        except Exception as error:  # noqa: BLE001
+            return Outcome(0.0, "unjudged", f"{type(error).__name__}: {error}")
 
-    def _settle(self, verdicts: Sequence[float | Task | Future[Outcome]]) -> list[Outcome]:
+    def _settle(self, verdicts: Sequence[float | Task | Outcome | Future[Outcome]]) -> list[Outcome]:
         """Compute remaining tasks in workers, equal tasks of mathematics once, and return all outcomes."""
-        if all(isinstance(verdict, float | int) for verdict in verdicts):
-            return [Outcome(float(verdict)) for verdict in verdicts]  # type: ignore[arg-type]
+        verdicts = [Outcome(float(verdict)) if isinstance(verdict, float | int) else verdict for verdict in verdicts]
+        if all(isinstance(verdict, Outcome) for verdict in verdicts):
+            return verdicts
         if self._pool is None:
             raise RuntimeError("this Rewarder is closed")
         unique: dict[Any, int] = {}
@@ -320,7 +335,7 @@ class Rewarder:
             if position in places
             else verdict.result()
             if isinstance(verdict, Future)
-            else Outcome(verdict)
+            else verdict
             for position, verdict in enumerate(verdicts)
         ]
 
@@ -378,11 +393,17 @@ def _metrics(rollouts: Sequence[Rollout], outcomes: Sequence[Outcome]) -> dict[s
         "reward/timeouts": float(failures.count("limit")),
         "reward/worker_failures": float(failures.count("crash")),
         "reward/errors": float(failures.count("error")),
+        "reward/unjudged": float(failures.count("unjudged")),
     }
 
 
+def _opened_thinking(prompt: Prompt) -> str:
+    """Return the mark of thinking with which ``prompt`` ends, as some chat templates do, else ""."""
+    return next((mark for mark in THINKING if prompt.text.rstrip().endswith(mark)), "")
+
+
 _FAILURES = ("reward/timeouts", "reward/worker_failures", "reward/errors")
-_COUNTS = (*_FAILURES, "reward/retries")
+_COUNTS = (*_FAILURES, "reward/retries", "reward/unjudged")
 _SHARES = ("reward/masked_frac", "reward/unscored_frac")
 
 

@@ -123,23 +123,62 @@ def bubblewrap() -> None:
         pytest.skip("bubblewrap cannot make namespaces on this machine")
 
 
-ATTEMPTS = {  # program → whether it passes the tests
-    "def double(x):\n    return 2 * x": True,
-    "def double(x):\n    return x": False,
-    "import os\nos._exit(0)": False,
-    "while True:\n    pass": False,
-    f"def double(x):\n    return len(open({__file__!r}).read())": False,
-    "import socket\nsocket.create_connection(('127.0.0.1', PORT), 5)\ndef double(x):\n    return 2 * x": False,
-}
+DOUBLE, TESTS = "def double(x):\n    return 2 * x", "assert double(21) == 42"
+ATTEMPTS = [  # program, tests, whether it passes them
+    (DOUBLE, TESTS, True),
+    ("def double(x):\n    return x", TESTS, False),
+    ("import os\nos._exit(0)", TESTS, False),
+    ("while True:\n    pass", TESTS, False),
+    (f"def double(x):\n    return len(open({__file__!r}).read())", TESTS, False),
+    (f"import socket\nsocket.create_connection(('127.0.0.1', PORT), 5)\n{DOUBLE}", TESTS, False),
+    # programs whose text or names would reach into the tests
+    ("@lambda f: lambda *a: 0", "def check(c):\n    assert c(1) == 3\ncheck(double)", False),
+    ("double = None\n@lambda f: lambda *a: 0", "def check(c):\n    assert c(1) == 3\ncheck(double)", False),
+    ("text = '''", f"{TESTS}\n'''", False),
+    ("double = 1 \\", TESTS, False),
+    ("if 0:", f"    {TESTS}", False),
+    ("raise SystemExit", TESTS, False),
+    ("import atexit\natexit.register(print, 42)", TESTS, False),
+    ("all = lambda x: True\ndouble = len", "assert all([double('') == 42])", False),
+    ("__builtins__ = {'all': lambda x: True}\ndouble = str", "assert all([double(21) == 42])", False),
+    ("import builtins\nbuiltins.all = lambda x: True\ndouble = len", "assert all([double('') == 42])", False),
+    ("import builtins\nbuiltins.exec = lambda *a: 0", TESTS, False),
+    (
+        "import math\nmath.isclose = lambda *a: 1\ndouble = len",
+        "import math\nassert math.isclose(double(''), 42)",
+        False,
+    ),
+    ("import sys\nsys.modules['math'] = type('M', (), {'pi': 42})", "import math\nassert math.pi == 42", False),
+    ("import sys\nsys.settrace(lambda *a: sys.exit())\n" + DOUBLE, TESTS, True),
+    # output and texts without bounds
+    ("import os\nwhile True:\n    for n in range(9):\n        os.write(n, b'x' * 10**6)", TESTS, False),
+    ("while True:\n    print('x' * 10**6)", TESTS, False),
+    ("text = '\ud800'", TESTS, False),
+    (DOUBLE, f"{TESTS}  # \ud800", False),
+    ("text = '\0'", TESTS, False),
+    # programs that are only unusual
+    (f"{DOUBLE}\nprint(double(1))", TESTS, True),
+    (f"from __future__ import annotations\nimport sys\nsys.stdin.read()\n{DOUBLE}", TESTS, True),
+    (
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int'\ndouble = lambda x: A(2 * x).x",
+        TESTS,
+        True,
+    ),
+    ("from fractions import Fraction\ndouble = lambda x: Fraction(2 * x)", f"from fractions import *\n{TESTS}", True),
+]
 
 
 def test_a_sandbox_scores_programs_and_keeps_them_in(tmp_path, bubblewrap, judge_url):
     file = tmp_path / "run_code.py"
     file.write_text((REWARDS / "run_code.py").read_text().replace("ulimit -t 5;", "ulimit -t 1;"))
-    programs = [f"```python\n{code.replace('PORT', judge_url.rpartition(':')[2])}\n```" for code in ATTEMPTS]
-    group, metrics = scored(file, "passes_tests", "assert double(21) == 42", *programs, "no code")
-    assert [rollout.raw_reward for rollout in group.rollouts] == [*map(float, ATTEMPTS.values()), 0.0]
-    assert metrics["reward/errors"] == 0
+    port = judge_url.rpartition(":")[2]
+    by_tests = {tests: [row for row in ATTEMPTS if row[1] == tests] for _, tests, _ in ATTEMPTS}
+    for tests, rows in by_tests.items():
+        programs = [f"```python\n{code.replace('PORT', port)}\n```" for code, _, _ in rows]
+        group, metrics = scored(file, "passes_tests", tests, *programs, "no code")
+        expected = [*(float(passes) for _, _, passes in rows), 0.0]
+        assert dict(zip(programs, group.rewards)) == dict(zip(programs, expected))
+        assert (metrics["reward/errors"], metrics["reward/timeouts"]) == (0, 0)
 
 
 def test_without_a_sandbox_nothing_is_scored(monkeypatch):

@@ -10,7 +10,7 @@ from megatron_rl.config.monitor import AlarmRule
 from megatron_rl.errors import InputError
 from megatron_rl.monitor.alarms import BUILT_IN, Alarms
 from megatron_rl.rewards import Rewarder, check_reward, overlong_penalty
-from megatron_rl.rewards.rewarder import Failure, RewardFault, merge, refuse_too_many
+from megatron_rl.rewards.rewarder import Failure, RewardFault, Scores, merge, refuse_too_many
 from megatron_rl.types import Group, Prompt, Rollout
 from tests.support.rounding import rounded
 
@@ -85,6 +85,57 @@ def test_cheap_rewards_start_no_process(monkeypatch):
     groups = [group("3", "22#3", "#2", "3", source="toy"), group("yes", " yes\n", "yes!", source="words")]
     score({"name": "by_source", "by_source": {"toy": "modsum", "words": "exact"}}, groups)
     assert [group.rewards for group in groups] == [[1.0, 0.0, 0.0], [1.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("response", "gold"),
+    [
+        (r"\boxed{2^{100000}-1}", "1"),
+        ("The answer is 10^{7000}-1", "5"),
+        (r"\boxed{x\equiv 2^{100000}\pmod{7}}", r"x\equiv 4\pmod{7}"),
+        (r"\boxed{2^{100000}:3}", "1:2"),
+        (r"\boxed{5!}", "2^{100000}-1"),
+    ],
+)
+def test_a_number_too_large_to_write_down_is_wrong(response, gold):
+    groups = [group(gold, response, r"\boxed{" + gold + "}")]
+    score({"name": "math", "on_error": "end"}, groups)
+    assert groups[0].rewards == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("place", ["trainer", "worker"])
+def test_what_a_built_in_reward_cannot_judge_is_0_and_counted_and_ends_no_run(place, monkeypatch):
+    if place == "trainer":
+        monkeypatch.setattr("megatron_rl.rewards.rewarder.math_verdict", lambda *_: 1 / 0)
+    else:  # a task that the worker fails at
+        task = {"kind": "math", "candidate": 1, "gold": 5}
+        monkeypatch.setattr("megatron_rl.rewards.rewarder.math_verdict", lambda *_: task)
+    groups = [group("5", r"\boxed{5}", "")]
+    with Rewarder(RewardConfig(name="math", num_workers=1, on_error="end"), 100) as rewarder:
+        metrics = rewarder.score(groups)
+        assert rewarder.try_on([groups[0].prompt]).reward == 0.0
+    assert groups[0].rewards == [0.0, 0.0]
+    assert not groups[0].rollouts[0].masked
+    assert (metrics["reward/unjudged"], metrics["reward/errors"]) == (2, 0)
+    assert rewarder.failures[0].key[0] == "unjudged"
+    assert Scores(metrics, rewarder.failures, 2).num_failed == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt_end", "response", "reward"),
+    [
+        ("<think>\n", r"Perhaps \boxed{6}? No, let me", 0.0),
+        ("<think>\n", r"Perhaps 5. </think> It is \boxed{6}.", 1.0),
+        ("<think>\n\n</think>\n\n", r"\boxed{6}", 1.0),
+        ("Think between <think> and </think>.", r"\boxed{6}", 1.0),
+        ("Begin with <think>!", r"\boxed{6}", 1.0),
+        ("[THINK]", r"\boxed{6}", 0.0),
+    ],
+)
+def test_thinking_that_the_prompt_opened_holds_no_answer(prompt_end, response, reward):
+    scored = Group(Prompt("p", [1], "6", f"user: 1+5? assistant: {prompt_end}"), [rollout(response)])
+    score({"name": "math"}, [scored])
+    assert scored.rewards == [reward]
 
 
 def test_a_source_without_an_entry_is_named():

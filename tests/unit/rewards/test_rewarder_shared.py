@@ -5,7 +5,8 @@ from __future__ import annotations
 from megatron_rl.rewards.rewarder import Failure, Scores, merged_scores
 
 SCORES = [
-    f"reward/{name}" for name in ("timeouts", "worker_failures", "errors", "retries", "masked_frac", "unscored_frac")
+    f"reward/{name}"
+    for name in ("timeouts", "worker_failures", "errors", "retries", "unjudged", "masked_frac", "unscored_frac")
 ]
 
 
@@ -21,6 +22,7 @@ def test_scores_of_parts_are_those_of_the_whole():
         "reward/worker_failures": 0,
         "reward/errors": 1,
         "reward/retries": 0,
+        "reward/unjudged": 0,
         "reward/masked_frac": 5 / 8,
         "reward/unscored_frac": 1 / 8,
     }

@@ -24,7 +24,8 @@ from tests.support.tiny import tiny_recipe
 PROMPTS = [Prompt(id=f"toy:{row}", tokens=[1], answer="0") for row in range(400)]
 NUM_STEPS = 12
 SCORES = [
-    f"reward/{name}" for name in ("timeouts", "worker_failures", "errors", "retries", "masked_frac", "unscored_frac")
+    f"reward/{name}"
+    for name in ("timeouts", "worker_failures", "errors", "retries", "unjudged", "masked_frac", "unscored_frac")
 ]
 
 

@@ -15,7 +15,8 @@ from megatron_rl.types import Group, Prompt, Rollout
 from tests.support.tiny import tiny_recipe
 
 SCORES = [
-    f"reward/{name}" for name in ("timeouts", "worker_failures", "errors", "retries", "masked_frac", "unscored_frac")
+    f"reward/{name}"
+    for name in ("timeouts", "worker_failures", "errors", "retries", "unjudged", "masked_frac", "unscored_frac")
 ]
 
 
