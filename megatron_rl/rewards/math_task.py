@@ -4,11 +4,12 @@ Most answers are decided here in a few hundred microseconds: equal spellings, ra
 of these. A worker process compares the rest by values with many digits, under hard limits in addition to the bounds of
 the comparison.
 
-The final answer is found by searching strings, in linear time. The search begins after the last ``</think>``; a
-response that ends inside its thinking has no answer. The first rule that applies gives the answer: the last
-``\boxed{…}``; the text after the last ``####``; the text after the last "answer is" or "Answer:" on its line; the whole
-text if it is short. If a response has several answers, the last one counts. If the last box is empty or never closed,
-there is no answer, even if there are earlier boxes.
+The final answer is found by searching strings, in linear time. The search begins after the last ``</think>``, and
+inside the last ``<answer>`` if there is one; a response that ends inside its thinking has no answer. The first rule
+that applies gives the answer: the last ``\boxed{…}`` that is not empty; the text after the last ``####``; the text after
+the last "answer is", "Answer:" or heading "Answer"; what the last sentence gives in bold or behind "so … is"; the whole
+text if it is short. Boxes with only "and", "or", names or punctuation between them are one answer: their list. A sign
+in front of a box belongs to it. A last box that is never closed is no answer, even if there are earlier boxes.
 """
 
 from __future__ import annotations
@@ -34,16 +35,31 @@ _TAIL_CHARS = 8000  # "Answer:" lines are looked for in this much of a response'
 
 THINKING = ("<think>", "<thinking>", "[THINK]")
 _THOUGHT = ("</think>", "</thinking>", "[/THINK]")
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
-_ANSWER_MARK = re.compile(
-    r"\banswers?\b[*_]{0,2}(?: (?:to|for|of) [^.\n:=$]{0,80}?)?[ \t]{0,4}(?:\bis\b|\bare\b|:|=)[*_]{0,2}[ \t]{0,4}:?",
-    re.IGNORECASE,
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_MAX_BOXES = 16
+_NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w{1,9}\}?)?\s{0,9}+(?:=|\\in)\s{0,9}+"
+_BETWEEN_BOXES = re.compile(  # `\boxed{3} or x=\boxed{-5}`
+    rf"(?:\n\s{{0,9}}+[-*]\s|[\s,;&$~]|\\[(),;:!\[\] \\]|\\q?quad|and\b|or\b|\\text *\{{[ ,]*(?:and|or)?[ ,]*\}}|\b{_NAME})*+"
 )
+_SIGN = re.compile(r"(?:(?:[=≈$&]|\\[(\[]|\\approx|\b(?:is|are)\b)\s*)([-−+]|\\pm|\\mp)\s*$")
+_NAME_BEFORE = re.compile(rf"(?<![A-Za-z\\]){_NAME}$")
+_ANSWER_MARK = re.compile(
+    r"(?:\banswers?\b[*_]{0,2}(?: (?:to|for|of) [^.\n:=$]{0,80}?)?|\b(?:option|choice)\b)[ \t]{0,4}"
+    r"(?:\bis\b|\bare\b|:|=)[*_]{0,2}[ \t]{0,4}:?|^[#*_ \t]{0,9}(?:the )?(?:final )?answers?[*_:. \t]{0,9}\n",
+    re.IGNORECASE | re.MULTILINE,
+)
+_CONCLUSION = re.compile(r"\b(?:therefore|thus|hence|so)\b[^.\n]{0,200}?\b(?:is|are|equals)\b:?\s*", re.IGNORECASE)
+_BOLD_END = re.compile(r"\*\*([^*\n]{1,200})\*\*[.!\s]*\Z")
 _MARKDOWN = re.compile(r"(\*\*|`|__)([^*`]+)\1[.:]?")
 _SENTENCE_END = re.compile(r"(?<!\\)[.!?](?=\s|$)")
 _MATH = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))  # opening and closing of a formula
 _WORDS = re.compile(r"[A-Za-z ]{0,80}")
 _CLAUSE = re.compile(r"(?:,?\s+|^)(?:which|because|since|so|where|when|by|as|that|thus|hence|in total)\b")
+_SUBJECT = re.compile(  # `it would take 180 days`, not `it is less than 6`
+    r"(?:it|there|they|we|you)\b(?: (?!(?:not|never|less|more|greater|fewer|least|most|over|under)\b)[a-z]+){1,5} (?=[\d$])",
+    re.IGNORECASE,
+)
+_DOUBLED, _SINGLE = re.compile(r"\\\\[A-Za-z{}]"), re.compile(r"(?<!\\)\\[A-Za-z{}]")
 DEFAULT_TIMEOUT_S, DEFAULT_MEMORY_MIB = 5.0, 1024
 MathTask = dict[str, Any]
 _EXACT = Algebra()
@@ -61,29 +77,53 @@ def without_thinking(response: str) -> str:
     return response if closed < 0 else response[closed + len(mark) :]
 
 
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed`` or ``\fbox``; "" if empty or unbalanced, None if there is none."""
-    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    if start < 0:
-        return None
-    window = text[start : start + MAX_ANSWER_CHARS + 16]
-    command = _BOX.match(window)
-    if command is None:
-        return None
-    content = window[command.end() :].lstrip()
-    if not content.startswith("{"):
-        return re.split(r"[\s$]", content, maxsplit=1)[0]
-    depth, position = 0, 0
-    while position < len(content):
-        char = content[position]
+def boxed_answer(text: str) -> str | None:
+    r"""Return the last boxed answer, with its sign, or the list that the last boxes are; None if there is no box.
+
+    It is "" if the last box is not closed or all are empty.
+    """
+    boxes: list[tuple[int, int, str]] = []  # start, end and content of boxes that are not inside another
+    unclosed = -1
+    for command in list(_BOX.finditer(text))[-_MAX_BOXES:]:
+        if not boxes or command.start() >= boxes[-1][1]:
+            end = _end_of_argument(text, command.end())
+            if end:
+                content = text[command.end() : end].strip()
+                boxes.append((command.start(), end, content[1:-1].strip() if content[:1] == "{" else content))
+            else:
+                unclosed = command.start()
+    if not boxes or unclosed > boxes[-1][0]:
+        return None if not boxes and unclosed < 0 else ""
+    full = [box for box in boxes if box[2]]
+    if not full:
+        return ""
+    first = len(full) - 1
+    while first and _BETWEEN_BOXES.fullmatch(text, full[first - 1][1], full[first][0]):
+        first -= 1
+    start, _, content = full[first]
+    before = text[max(0, start - 40) : start]
+    sign = _SIGN.search(before)
+    if len({content for _, _, content in full[first:]}) == 1:
+        return f"{sign[1]}{{{content}}}" if sign else content
+    name = _NAME_BEFORE.search(before[: sign.start(1)] if sign else before)
+    return (name[0] if name else "") + (sign[1] if sign else "") + text[start : full[-1][1]]
+
+
+def _end_of_argument(text: str, start: int) -> int:
+    """Return the end of the argument that begins at ``start``; 0 if it is not closed."""
+    if text[start : start + 1] != "{":
+        return start + len(re.split(r"[\s$]", text[start : start + MAX_ANSWER_CHARS], maxsplit=1)[0])
+    depth, position, limit = 0, start, min(len(text), start + MAX_ANSWER_CHARS + 16)
+    while position < limit:
+        char = text[position]
         if char == "\\":
             position += 2  # an escaped brace is a character of the answer
             continue
         depth += (char == "{") - (char == "}")
-        if depth == 0:
-            return content[1:position].strip()
         position += 1
-    return ""
+        if depth == 0:
+            return position
+    return 0
 
 
 def _after_answer_mark(text: str) -> str | None:
@@ -91,8 +131,11 @@ def _after_answer_mark(text: str) -> str | None:
     text = text[-_TAIL_CHARS:]
     marks = list(_ANSWER_MARK.finditer(text))
     if not marks:
-        return None
-    tail = text[marks[-1].end() :].strip()
+        bold = _BOLD_END.search(text)
+        marks = list(_CONCLUSION.finditer(text, max(text.rstrip().rfind("\n"), 0)))
+        if bold or not marks:
+            return bold[1] if bold else None
+    tail = _SUBJECT.sub("", text[marks[-1].end() :].strip(), count=1)
     for opening, closing in _MATH:
         end = tail.find(closing, len(opening)) if tail.startswith(opening) else -1
         if end >= 0 and _WORDS.fullmatch(_sentence(tail[end + len(closing) :])):
@@ -116,8 +159,8 @@ def _sentence(text: str) -> str:
 
 def final_answer(response: str) -> str | None:
     """Return the final answer of ``response`` as spelled there; None if it has none."""
-    response = without_thinking(response)
-    boxed = last_boxed(response)
+    response = without_thinking(response).rpartition("<answer>")[2].partition("</answer>")[0]
+    boxed = boxed_answer(response)
     if boxed is not None:
         answer = boxed
     elif "####" in response:
@@ -131,8 +174,13 @@ def final_answer(response: str) -> str | None:
 
 
 def gold_answer(gold: str) -> str:
-    r"""Return the answer inside a gold entry that is a full solution (``\boxed{…}`` or ``#### …``), else the entry."""
-    boxed = last_boxed(gold)
+    r"""Return the answer inside a gold entry that is a full solution (``\boxed{…}`` or ``#### …``), else the entry.
+
+    Backslashes are single where the entry has only doubled ones, as data that was escaped twice does.
+    """
+    if _DOUBLED.search(gold) and not _SINGLE.search(gold):
+        gold = gold.replace("\\\\", "\\")
+    boxed = boxed_answer(gold)
     if boxed:
         return boxed
     return gold[gold.rfind("####") + 4 :].strip() if "####" in gold else gold.strip()

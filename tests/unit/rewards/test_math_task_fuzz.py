@@ -20,7 +20,7 @@ def test_every_pair_of_texts_gets_a_verdict(response, gold):
 @SMALL
 @given(text=TANGLES)
 def test_only_the_last_box_counts(text):
-    assert final_answer(text + r" \boxed{17}") == "17"
+    assert final_answer(text + r" so \boxed{17}") == "17"
     assert final_answer(r"\boxed{17} " + text.replace("boxed", "").replace("fbox", "")) in ("17", None)
 
 
