@@ -79,6 +79,8 @@ class AtomParser(UnitCursor):
             return self._mixed(token)
         if token.kind == "letters":
             return self._letters(token)
+        if token.text in units.CURRENCIES:
+            return self._money(units.CURRENCIES[token.text])
         if token.kind == "command":
             return self._command(token.text[1:])
         if token.text in ("(", "[", r"\{"):
@@ -88,17 +90,19 @@ class AtomParser(UnitCursor):
             return self._group()
         if token.text == "|":
             return self._bars("|")
-        if token.text == "$":
-            return Node("quantity", (self._product_without_unit(),), units.DOLLAR)
         raise Unread(f"{token.text} begins no value")
 
-    def _product_without_unit(self) -> Node:
-        node = self._product()
-        if node.kind == "quantity":
-            if node.value not in (units.DOLLAR, units.COUNT):
-                raise Unread("two units")
-            return node.args[0]
-        return node
+    def _money(self, currency: units.Unit) -> Node:
+        """The amount behind a sign of currency: ``\$3``, ``\$3\text{ per hour}``, ``\$3 dollars``."""
+        node = self._power()
+        behind = node if node.kind == "quantity" else self._behind(node)
+        while behind is not None and behind.kind != "quantity":
+            node, behind = behind, self._behind(behind)
+        if behind is not None and behind.value not in (currency, units.COUNT):
+            raise Unread("two units")
+        node = behind.args[0] if behind is not None else node
+        below = self._per(currency)
+        return Node("quantity", (node,), below)
 
     def _number(self, token: Token) -> Node:
         return Node("number", value=read_number(token.text))

@@ -254,9 +254,12 @@ class _Comparison:
 
     def _same_value(self, ours: Node, theirs: Node) -> bool:
         (ours, our_unit), (theirs, their_unit) = _split_unit(ours), _split_unit(theirs)
-        if any(n.kind == "percent" for n in (ours, theirs)) and any(u and u.dimensions for u in (our_unit, their_unit)):
+        found = [unit for unit in (our_unit, their_unit) if unit and unit.dimensions]
+        if found and "percent" in (ours.kind, theirs.kind):
             return False
-        if our_unit and their_unit and our_unit.dimensions and their_unit.dimensions:
+        if len(found) == 1 and found[0].dimensions[0][0].startswith("groups"):
+            return False  # `6 pairs` are not 6
+        if len(found) == 2:
             angles = {our_unit, their_unit} == {units.DEGREE, units.RADIAN}
             if our_unit.dimensions != their_unit.dimensions and not angles:
                 return False

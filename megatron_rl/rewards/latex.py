@@ -51,7 +51,7 @@ _SIGNS = {
     "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "…": r"\ldots ", "∧": r"\land ",
     "∨": r"\lor ", "¬": r"\neg ", "∠": r"\angle ", "△": r"\triangle ", "µ": r"\mu ", "Ω": r"\Omega ",
     "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}",
-    "€": r"\$", "£": r"\pounds ", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u3000": " ",
+    "€": r"\euro ", "£": r"\pounds ", "¥": r"\yen ", "￥": r"\yen ", "₹": r"\rupee ", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u3000": " ",
 }  # fmt: skip
 _SUPERSCRIPT = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni"))
 _SUBSCRIPT = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n"))
@@ -60,6 +60,19 @@ _SCRIPTS = (
     (re.compile(f"[{''.join(_SUBSCRIPT)}]+"), lambda m: "_{" + "".join(map(_SUBSCRIPT.get, m[0])) + "}"),
     (re.compile(r"([√∛∜])\s*(\d+(?:\.\d+)?|[A-Za-z])?"), lambda m: _radical(m[1], m[2])),
 )
+
+
+_CHINESE_WORDS = {
+    spelling: rf"\text{{ {meaning} }}"
+    for meanings in (
+        "square=平方 cubic=立方 km=公里,千米 cm=厘米,公分 mm=毫米 m=米 dm=分米 kg=千克,公斤 g=克 mg=毫克 tonnes=吨 L=升 mL=毫升 hours=小时 "
+        "minutes=分钟 seconds=秒 days=天,日 weeks=周,星期 months=月,个月 years=年,岁 yuan=元,块,人民币 degrees=度 units=个,只,件,张,本,"
+        "种,次,条,辆,棵,支,枚,颗,位,名,块钱 people=人 or=或,或者 and=和,且,与 yes=是,对,正确 no=否,不是,错,错误 none=无解,空集",
+    )
+    for meaning, spellings in (entry.split("=") for entry in meanings.split())
+    for spelling in spellings.split(",")
+}
+_CHINESE = re.compile("|".join(sorted(_CHINESE_WORDS, key=len, reverse=True)))
 
 
 def _radical(sign: str, radicand: str | None) -> str:
@@ -71,6 +84,7 @@ def plain_signs(text: str) -> str:
     """``text`` with LaTeX or ASCII in the place of other Unicode: ``x⁴`` → ``x^{4}``, ``½`` → ``\\frac{1}{2}``."""
     if text.isascii():
         return text
+    text = _CHINESE.sub(lambda match: f" {_CHINESE_WORDS[match[0]]} ", text)
     for pattern, spelling in _SCRIPTS:
         text = pattern.sub(spelling, text)
     return "".join(char if char.isascii() else _plain_char(char) for char in text)
@@ -123,8 +137,8 @@ _NAMES = {
     "circ": "°", "degree": "°", "textdegree": "°", "prime": "'", "mid": "∣", "colon": ":", "percent": "%",
     "lor": "or", "vee": "or", "land": "and", "wedge": "and", "dots": "ldots", "cdots": "ldots", "dotsc": "ldots",
     "dotsb": "ldots", "infin": "infty", "reals": "R", "R": "R", "Z": "Z", "N": "N", "Q": "Q", "C": "C",
-    "varepsilon": "epsilon", "vartheta": "theta", "varphi": "phi", "arcsin": "arcsin", "slash": "/", "euro": "$",
-    "texteuro": "$", "pounds": "$", "textdollar": "$", "tg": "tan", "ctg": "cot", "overrightarrow": "vec",
+    "varepsilon": "epsilon", "vartheta": "theta", "varphi": "phi", "arcsin": "arcsin", "slash": "/",
+    "texteuro": "euro", "textsterling": "pounds", "textdollar": "$", "tg": "tan", "ctg": "cot", "overrightarrow": "vec",
     "widehat": "hat", "widetilde": "tilde", "bar": "overline", "lg": "lg", "textbackslash": "∖", "iff": "iff",
 }  # fmt: skip
 _LETTERS = {"imath": "i", "AA": "Å", "ell": "ℓ"}
@@ -137,14 +151,18 @@ _TOKEN = re.compile(
     r"|(?P<row>\\\\(?:\s*\[\s*-?[\d.]+\s*(?:pt|ex|em|mm|cm|in)\s*\])?)"
     r"|\\(?P<command>[A-Za-z]+)\*?"
     r"|\\(?P<escaped>[{}|$%#&_])"
+    r"|(?P<period>\d*\.\d*\(\d+\))(?![\w^])"
+    r"|(?P<dotted>\d*\.\d+)\s*(?:\.\.\.|\\[lc]?dots(?![A-Za-z]))"
     r"|(?P<repeating>(?:\d+(?:,\d{3})*)?\.\d*)\s*(?:\\(?:overline|bar)\s*(?:\{\s*(?P<bar>\d+)\s*\}|(?P<bar1>\d))"
     r"|\\dot\s*\{?\s*(?P<dot1>\d)\s*\}?(?P<between>\d*)(?:\\dot\s*\{?\s*(?P<dot2>\d)\s*\}?)?)"
     r"|(?P<power>(?:\d+(?:\.\d*)?|\.\d+)[eE][+-]?\d+(?![\w.^]))"
     r"|(?P<number>\d+(?:\.\d+)?|\.\d+)"
     r"|(?P<letters>[^\W\d_]+)"
-    r"|(?P<sign><=|>=|!=|==|\*\*|.)",
+    r"|(?P<sign><=|>=|!=|==|\*\*|\.\.\.|.)",
     re.DOTALL,
 )
+_PERIOD = re.compile(r"(\d)\1+$|(\d{2,12}?)\2{2,}$|^(\d{2,12}?)\3+$")  # of `0.1666...`
+_TIMES_TEN = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 _TAKES_ARGUMENT = {"^", "_", r"\frac", r"\sqrt", r"\binom"}
 _EULER = re.compile(r"(?<![\d.])\d+e[+-]\d(?!\d)")
@@ -158,8 +176,9 @@ def may_be_euler(text: str) -> bool:
 
 def tokenize(text: str, euler: bool = False) -> tuple[Token, ...]:
     """Return the tokens of ``text`` without its layout. ``euler``: read ``2e-1`` as 2·e − 1. Raises `Unread`."""
-    text = _BLACKBOARD.sub(r"\\\1 ", plain_signs(text))
-    tokens = _merge_numbers(_Lexer(_HARD_COMMA.sub("", text), euler).tokens())
+    text = _BLACKBOARD.sub(r"\\\1 ", plain_signs(text)).replace("{:}", ":")
+    text = _TIMES_TEN.sub("*", _HARD_COMMA.sub("", text))
+    tokens = _words_to_numbers(_merge_numbers(_Lexer(text, euler).tokens()))
     while tokens:
         last = tokens[-1]
         if last.text in (".", ",", ";", ":") or (last.text == "!" and last.space):
@@ -221,6 +240,14 @@ class _Lexer:
             if match["between"] and not match["dot2"]:
                 raise Unread("a dot over one digit and more digits behind it")
             self._emit("number", f"{match['repeating'].replace(',', '')}({block})")
+        elif kind == "period":
+            self._emit("number", text)
+        elif match["dotted"]:
+            whole, _, places = match["dotted"].partition(".")
+            period = _PERIOD.search(places[-60:])
+            block = next(filter(None, period.groups())) if period else ""
+            start = places[: len(places) - len(period[0])] if period else places
+            self._emit("number", f"{whole}.{start}({block})" if period else match["dotted"])
         elif kind == "power":
             if self._euler and _EULER.fullmatch(text):
                 self._position = match.start() + text.index("e")
@@ -232,6 +259,11 @@ class _Lexer:
             self._open(self._roman, keep=True)
         elif text == "}":
             self._close()
+        elif text == "...":
+            self._emit("command", r"\ldots")
+        elif text == "!=" and not self._space and self._out and (self._out[-1].kind == "number" or self._out[-1].text in ")}"):
+            self._emit("sign", "!")  # `5!=120`
+            self._emit("sign", "=")
         else:
             self._emit("sign", {"**": "^", "==": "="}.get(text, text))
 
@@ -323,6 +355,51 @@ def _merge_numbers(tokens: list[Token]) -> list[Token]:
                 continue
         merged.append(token)
     return merged
+
+
+_SMALL = dict(zip(words(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"), range(20))) | dict(zip(words(
+    "twenty thirty forty fifty sixty seventy eighty ninety"), range(20, 100, 10)))  # fmt: skip
+_LARGE = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
+_PARTS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8,
+          "ninth": 9, "tenth": 10}  # fmt: skip
+_PARTS |= {f"{name}s": part for name, part in _PARTS.items()} | {"halves": 2}
+
+
+def _words_to_numbers(tokens: list[Token]) -> list[Token]:
+    """``twenty-five`` is 25, ``two thirds`` is 2/3, ``negative 3`` is -3."""
+    out: list[Token] = []
+    at = 0
+    while at < len(tokens):
+        token, start = tokens[at], at
+        value = total = 0
+        while at < len(tokens) and (word := tokens[at].text.lower()) in _SMALL | _LARGE:
+            if at > start and word in _SMALL and (value % 10 or not 20 <= value % 100 <= 90) and value % 100:
+                break
+            if word in _SMALL:
+                value += _SMALL[word]
+            else:
+                value = max(value, 1) * _LARGE[word] if at > start else 0
+                if value == 0:
+                    break
+                if word != "hundred":
+                    total, value = total + value, 0
+            hyphen = at + 2 < len(tokens) and tokens[at + 1].text in ("-", "and") and tokens[at + 2].text.lower() in _SMALL
+            at += 1 + (hyphen and (word not in _SMALL or _SMALL[word] >= 20))
+        if at > start:
+            out.append(Token("number", str(total + value), False, token.space))
+            at += at + 1 < len(tokens) and tokens[at].text == "-" and tokens[at + 1].text in _PARTS
+            if at < len(tokens) and tokens[at].text in _PARTS:
+                out += [Token("sign", "/"), Token("number", str(_PARTS[tokens[at].text]))]
+                at += 1
+        elif token.text in ("negative", "minus") and at + 1 < len(tokens) and not tokens[at + 1].text.isalpha():
+            out.append(Token("sign", "-"))
+            at += 1
+        else:
+            out.append(token)
+            at += 1
+    return out
 
 
 def join_thousands(tokens: tuple[Token, ...], at_top: bool) -> tuple[Token, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -17,7 +18,7 @@ _BARE_SIGNS = frozenset(
 
 @dataclass(frozen=True)
 class Unit:
-    """``factor`` times a product of powers of base units. No dimensions: a count of things, or "units"."""
+    """``factor`` times a product of powers of base units. A noun that is counted is a base; "units" has none."""
 
     factor: Fraction = Fraction(1)
     dimensions: Dimensions = ()
@@ -34,58 +35,67 @@ _PREFIX_SIGNS = {"T": 12, "G": 9, "M": 6, "k": 3, "h": 2, "d": -1, "c": -2, "m":
 _PREFIX_WORDS = {"tera": 12, "giga": 9, "mega": 6, "kilo": 3, "deci": -1, "centi": -2, "milli": -3, "micro": -6,
                  "nano": -9, "pico": -12}  # fmt: skip
 
-# sign, words, factor and base: those that take prefixes
+# sign, words, factor and base units with powers: those that take prefixes
 _METRIC = (
-    ("m", "meter metre", 1, "m"), ("g", "gram gramme", 1, "g"), ("s", "second", 1, "s"), ("L", "liter litre", 1, "L"),
-    ("l", "", 1, "L"), ("J", "joule", 1, "J"), ("W", "watt", 1, "W"), ("N", "newton", 1, "N"), ("V", "volt", 1, "V"),
-    ("A", "ampere amp", 1, "A"), ("Pa", "pascal", 1, "Pa"), ("Hz", "hertz", 1, "Hz"), ("K", "kelvin", 1, "K"),
-    ("mol", "mole", 1, "mol"), ("eV", "", 1, "eV"), ("C", "coulomb", 1, "C"), ("F", "farad", 1, "F"),
-    ("T", "tesla", 1, "T"), ("Ω", "ohm", 1, "Ω"), ("H", "henry", 1, "H"), ("Wb", "weber", 1, "Wb"),
-    ("bar", "", 1, "bar"), ("pc", "parsec", 1, "pc"), ("cal", "calorie", 1, "cal"), ("B", "byte", 1, "B"),
+    ("m", "meter metre", 1, "m"), ("g", "gram gramme", 1, "g"), ("s", "second", 1, "s"), ("K", "kelvin", 1, "K"),
+    ("A", "ampere amp", 1, "A"), ("mol", "mole", 1, "mol"), ("L", "liter litre", "1e-3", "m3"),
+    ("l", "", "1e-3", "m3"), ("N", "newton", 1000, "g m s-2"), ("J", "joule", 1000, "g m2 s-2"),
+    ("W", "watt", 1000, "g m2 s-3"), ("Pa", "pascal", 1000, "g m-1 s-2"), ("Hz", "hertz", 1, "s-1"),
+    ("C", "coulomb", 1, "A s"), ("V", "volt", 1000, "g m2 s-3 A-1"), ("Ω", "ohm", 1000, "g m2 s-3 A-2"),
+    ("F", "farad", "1e-3", "A2 s4 g-1 m-2"), ("T", "tesla", 1000, "g s-2 A-1"), ("Wb", "weber", 1000, "g m2 s-2 A-1"),
+    ("H", "henry", 1000, "g m2 s-2 A-2"), ("eV", "", 1, "eV"), ("bar", "", 100000000, "g m-1 s-2"),
+    ("pc", "parsec", 1, "pc"), ("cal", "calorie", "4184", "g m2 s-2"), ("B", "byte", 8, "bit"),
 )  # fmt: skip
-# sign or words, factor, base
+# sign or words, factor, base units with powers
 _OTHER = (
-    ("degree degrees deg degs", 1, "degree"), ("rad radian radians", 1, "radian"),
-    ("cent cents ¢", 1, "cent"), ("dollar dollars usd buck bucks euro euros eur", 100, "cent"),
-    ("in inch inches", 1, "inch"), ("ft foot feet", 12, "inch"), ("yd yard yards", 36, "inch"),
-    ("mi mile miles", 63360, "inch"), ("min mins minute minutes", 60, "s"), ("sec secs", 1, "s"),
+    ("degree degrees deg degs", 3600, "arcsec"), ("arcmin arcminute arcminutes", 60, "arcsec"),
+    ("arcsec arcseconds", 1, "arcsec"), ("rad radian radians", 1, "radian"),
+    ("cent cents ¢", 1, "cent"), ("dollar dollars usd buck bucks", 100, "cent"), ("euro euros eur", 1, "euro"),
+    ("gbp quid", 1, "sterling"), ("pence penny", "1/100", "sterling"), ("yen jpy", 1, "yen"),
+    ("yuan rmb cny", 1, "yuan"), ("rupee rupees", 1, "rupee"),
+    ("in inch inches", "0.0254", "m"), ("ft foot feet", "0.3048", "m"), ("yd yard yards", "0.9144", "m"),
+    ("mi mile miles", "1609.344", "m"), ("min mins minute minutes", 60, "s"), ("sec secs", 1, "s"),
     ("h hr hrs hour hours", 3600, "s"), ("day days", 86400, "s"), ("week weeks wk wks", 604800, "s"),
-    ("month months", 1, "month"), ("year years yr yrs", 12, "month"), ("lb lbs pound pounds", 16, "ounce"),
-    ("oz ounce ounces", 1, "ounce"), ("ton tons", 1, "ton"), ("tonne tonnes", 1000000, "g"),
-    ("acre acres", 1, "acre"), ("hectare hectares ha", 1, "hectare"), ("gal gallon gallons", 8, "pint"),
-    ("quart quarts", 2, "pint"), ("pint pints", 1, "pint"), ("cup cups", 1, "cup"), ("atm", 1, "atm"),
-    ("celsius", 1, "celsius"), ("fahrenheit", 1, "fahrenheit"), ("erg ergs", 1, "erg"), ("dyne dynes dyn", 1, "dyne"),
-    ("angstrom angstroms Å", 1, "angstrom"), ("ly", 1, "light year"), ("AU au", 1, "au"), ("rpm", 1, "rpm"),
-    ("kn knot knots", 1, "knot"), ("bit bits", 1, "bit"), ("arcsec arcseconds", 1, "arcsec"),
-    ("arcmin arcminutes", 60, "arcsec"), ("M", 1, "molar"), ("rev revs revolution revolutions", 1, "rev"),
-    ("amu", 1, "amu"), ("G gauss", 1, "gauss"),
+    ("month months", 1, "month"), ("year years yr yrs", 12, "month"), ("lb lbs pound pounds", "453.59237", "g"),
+    ("oz ounce ounces", "28.349523125", "g"), ("ton tons", 1, "ton"), ("tonne tonnes", 1000000, "g"),
+    ("acre acres", "4046.8564224", "m2"), ("hectare hectares ha", 10000, "m2"),
+    ("gal gallon gallons", 8, "pint"), ("quart quarts", 2, "pint"), ("pint pints", 1, "pint"), ("cup cups", "1/2", "pint"),
+    ("atm", 101325000, "g m-1 s-2"), ("celsius", 1, "celsius"), ("fahrenheit", 1, "fahrenheit"),
+    ("erg ergs", 1, "erg"), ("dyne dynes dyn", 1, "dyne"), ("angstrom angstroms Å", "1e-10", "m"),
+    ("ly", 1, "light year"), ("AU au", 1, "au"), ("rpm", 1, "rpm"), ("kn knot knots", 1, "knot"),
+    ("bit bits", 1, "bit"), ("M", 1000, "mol m-3"), ("rev revs revolution revolutions", 1, "rev"), ("amu", 1, "amu"),
+    ("G gauss", 1, "gauss"), ("kWh", 3600000000, "g m2 s-2"), ("kph kmh", "5/18", "m s-1"), ("mph", "0.44704", "m s-1"),
 )  # fmt: skip
+
+
+def _unit(factor: str | int, bases: str) -> Unit:
+    powers = [re.fullmatch(r"([^\d-]+)(-?\d*)", part) for part in ([bases] if bases == "light year" else bases.split())]
+    return Unit(Fraction(factor), tuple(sorted((part[1], int(part[2] or 1)) for part in powers if part)))
 
 
 def _table() -> tuple[dict[str, Unit], dict[str, Unit]]:
     """Return units by sign (case-sensitive) and by word."""
     signs, words = {}, {}
-    for sign, names, factor, base in _METRIC:
+    for sign, names, factor, bases in _METRIC:
+        unit = _unit(factor, bases)
         for prefix, power in {"": 0, **_PREFIX_SIGNS}.items():
-            signs[prefix + sign] = Unit(Fraction(factor) * Fraction(10) ** power, ((base, 1),))
+            signs[prefix + sign] = Unit(unit.factor * Fraction(10) ** power, unit.dimensions)
         for name in names.split():
             for prefix, power in {"": 0, **_PREFIX_WORDS}.items():
-                unit = Unit(Fraction(factor) * Fraction(10) ** power, ((base, 1),))
-                words |= {prefix + name: unit, prefix + name + "s": unit}
-    for names, factor, base in _OTHER:
-        unit = Unit(Fraction(factor), ((base, 1),))
+                word = Unit(unit.factor * Fraction(10) ** power, unit.dimensions)
+                words |= {prefix + name: word, prefix + name + "s": word}
+    for names, factor, bases in _OTHER:
         for name in names.split():
-            (words if name.islower() and len(name) > 2 else signs)[name] = unit
-    signs["kWh"] = Unit(Fraction(3600000), (("J", 1),))
-    words["mph"] = words["miles"].times(words["hours"], -1)
-    signs["kph"] = signs["kmh"] = signs["km"].times(signs["h"], -1)
+            (words if name.islower() and len(name) > 2 else signs)[name] = _unit(factor, bases)
     return signs, words
 
 
 _SIGN_UNITS, _WORD_UNITS = _table()
 DEGREE = _WORD_UNITS["degree"]
 RADIAN = _WORD_UNITS["radian"]
-DOLLAR = _WORD_UNITS["dollar"]
+ARC_MINUTE, ARC_SECOND = _WORD_UNITS["arcmin"], _WORD_UNITS["arcsec"]
+CURRENCIES = {"$": _WORD_UNITS["dollar"], r"\euro": _WORD_UNITS["euro"], r"\pounds": _WORD_UNITS["gbp"],
+              r"\yen": _WORD_UNITS["yen"], r"\rupee": _WORD_UNITS["rupee"]}  # fmt: skip
 COUNT = Unit()
 MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 LEADING_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
@@ -138,6 +148,24 @@ def is_counted(words: list[str]) -> bool:
         return False
     plural = len(last) >= 4 and last.isalpha() and last.islower() and last.endswith("s") and not last.endswith("ss")
     return last in _IRREGULAR or plural
+
+
+# Nouns that say no more than the number, and nouns of several things: `6 pairs` are not 6.
+_GENERIC = frozenset(
+    words("unit way number integer value solution possibility choice case item thing total time answer root piece digit")
+)
+_GROUPS = frozenset(words("pair group couple set batch bunch team dozen pack packet bundle row stack score"))
+
+
+def counted_unit(words: list[str]) -> Unit:
+    """Return the unit of a counted noun: its base is the noun in the singular."""
+    words = words[: words.index("of")] if "of" in words else words
+    words = words[:-1] if len(words) > 1 and words[-1] in _TRAILING else words
+    noun = words[-1]
+    noun = {"people": "person", "men": "man", "women": "woman", "children": "child", "vertices": "vertex", "mice": "mouse",
+            "indices": "index", "matrices": "matrix", "geese": "goose"}.get(noun, noun)  # fmt: skip
+    noun = noun[:-3] + "y" if noun.endswith("ies") else noun.removesuffix("s")
+    return COUNT if noun in _GENERIC else Unit(Fraction(1), ((f"{'groups' if noun in _GROUPS else 'things'} {noun}", 1),))
 
 
 def _qualifies(word: str) -> bool:
@@ -250,17 +278,22 @@ class UnitCursor(Cursor):
         if unit is None:
             self._position = start
             return self._counted()
+        unit = self._per(unit)
+        substance = self._words_from(self._position + 1)
+        if self._word_at() == "of" and is_substance([token.text for token in substance]):
+            self._position += 1 + len(substance)
+        return unit
+
+    def _per(self, unit: Unit) -> Unit:
+        """``unit`` divided by the units behind ``/`` and "per"."""
         while self._take("/") or self._take_word("per"):
             bracket = self._take("(")
-            below = self._unit_product()
+            below = self._unit_product() or self._counted()
             if below is None:
                 raise Unread("a unit ends with a division")
             if bracket:
                 self._expect(")")
             unit = unit.times(below, -1)
-        substance = self._words_from(self._position + 1)
-        if self._word_at() == "of" and is_substance([token.text for token in substance]):
-            self._position += 1 + len(substance)
         return unit
 
     def _unit_product(self) -> Unit | None:
@@ -297,6 +330,8 @@ class UnitCursor(Cursor):
             return unit, 2
         if token.kind == "sign" and token.text == "°":
             return DEGREE, 1
+        if token.text in CURRENCIES:
+            return CURRENCIES[token.text], 1
         follows = self._peek(ahead + 1)
         if token.kind == "letters" and follows is not None and follows.text == r"\Omega":
             return unit_of(token.text + "Ω", True), 2
@@ -332,4 +367,4 @@ class UnitCursor(Cursor):
         if end not in ("", ",", ";", ")", "or", "and", "}") or not is_counted(words):
             return None
         self._position += len(words)
-        return COUNT
+        return counted_unit(words)
