@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from megatron_rl.rewards import units
 from megatron_rl.rewards.latex import Token, Unread, words
-from megatron_rl.rewards.tree import Node, Number, number, plain
+from megatron_rl.rewards.tree import Node, Number, number, plain, replaced, walk
 from megatron_rl.rewards.units import UnitCursor
 
 MAX_DIGITS = 2000
@@ -37,6 +37,8 @@ _GREEK = frozenset(
         "omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar aleph partial nabla star"
     )
 )
+_ALIGNED = frozenset(words("aligned align gathered gather split eqnarray multline alignedat"))
+_IF = ("if", "for", "when", "where", "on")
 _PLAIN_NAMES = {"infinity": r"\infty", "inf": r"\infty", "oo": r"\infty", "pi": r"\pi"}
 _UNKNOWN_FUNCTIONS = frozenset("fghFGH")
 
@@ -83,7 +85,7 @@ class AtomParser(UnitCursor):
             return self._money(units.CURRENCIES[token.text])
         if token.kind == "command":
             return self._command(token.text[1:])
-        if token.text in ("(", "[", r"\{"):
+        if token.text in ("(", "[", "]", r"\{"):
             return self._brackets(token.text)
         if token.text == "{":
             self._position -= 1
@@ -95,6 +97,8 @@ class AtomParser(UnitCursor):
     def _money(self, currency: units.Unit) -> Node:
         """The amount behind a sign of currency: ``\$3``, ``\$3\text{ per hour}``, ``\$3 dollars``."""
         node = self._power()
+        while self._starts_factor() and not self._word_at() and not self._at(*units.CURRENCIES):
+            node = Node("mul", (node, self._power()))
         behind = node if node.kind == "quantity" else self._behind(node)
         while behind is not None and behind.kind != "quantity":
             node, behind = behind, self._behind(behind)
@@ -210,6 +214,8 @@ class AtomParser(UnitCursor):
             return Node("name", value=f"{name} {self._spelled_argument()}")
         if name == "begin":
             return self._matrix()
+        if name in ("sum", "prod", "int"):
+            return self._bound(name)
         if name == "ldots":
             if self._peek() is None or self._at(",", ";", ")", r"\}"):
                 return Node("name", value="ldots")
@@ -358,6 +364,7 @@ class AtomParser(UnitCursor):
             items.append(self._item())
         closing = self._next().text
         self._outside(saved)
+        opening, closing = ("(" if opening == "]" else opening), (")" if closing == "[" else closing)  # `]0,1[`
         if is_set:
             if closing != r"\}":
                 raise Unread("a set is not closed")
@@ -366,6 +373,9 @@ class AtomParser(UnitCursor):
             raise Unread("a bracket is not closed")
         if len(items) == 1 and (opening + closing == "()" or items[0].kind == "matrix"):
             return items[0]
+        rows = {(item.kind, item.value, len(item.args)) for item in items}
+        if len(rows) == 1 and opening + closing == "[]" and items[0].kind == "tuple" and items[0].value == "[]":
+            return Node("matrix", tuple(cell for item in items for cell in item.args), len(items[0].args))
         if len(items) == 1 and opening + closing == "[]" and items[0].kind in ("union", "list", "add", "mul", "div"):
             return items[0]
         return Node("tuple", tuple(items), opening + closing)
@@ -374,6 +384,8 @@ class AtomParser(UnitCursor):
         name = self._spelled_argument()
         if name == "cases":
             return self._cases()
+        if name.rstrip("*") in _ALIGNED:
+            return self._aligned(name)
         if name not in ("pmatrix", "bmatrix", "matrix", "vmatrix", "smallmatrix", "array", "Bmatrix", "psmallmatrix"):
             raise Unread(f"the environment {name}")
         if name == "array" and self._at("{"):
@@ -381,32 +393,108 @@ class AtomParser(UnitCursor):
             if not re.fullmatch(r"[lcr|]*", columns):
                 raise Unread("an array with odd columns")
         saved = self._inside()
-        rows: list[list[Node]] = [[self._side()]]
+        rows: list[list[Node]] = [[self._item()]]
         while not self._take(r"\end"):
             if self._take("&"):
-                rows[-1].append(self._side())
+                rows[-1].append(self._item())
             elif self._take(r"\\"):
                 if not self._at(r"\end"):
-                    rows.append([self._side()])
+                    rows.append([self._item()])
             else:
                 raise Unread("a matrix is not closed")
         self._outside(saved)
         if self._spelled_argument() != name or len({len(row) for row in rows}) > 1:
             raise Unread("rows of unequal length")
+        if name == "array" and len(rows[0]) == 1 and any(row[0].kind == "relation" for row in rows):
+            return Node("list", tuple(row[0] for row in rows))
         matrix = Node("matrix", tuple(cell for row in rows for cell in row), len(rows[0]))
         return Node("call", (matrix,), "det") if name == "vmatrix" else matrix
 
-    def _cases(self) -> Node:
-        """A system of equations: its rows as a list."""
-        rows = [self._item()]
+    def _aligned(self, name: str) -> Node:
+        """Rows of formulas as a list; a row that begins with "=" goes on with the one above it."""
+        end = next((k for k, t in enumerate(self._tokens) if k >= self._position and t.text == r"\end"), None)
+        rows = [token for token in self._tokens[self._position : end] if token.text != "&"]
+        rows = [t for t, after in zip(rows, [*rows[1:], None]) if t.text != r"\\" or (after and after.text != "=")]
+        self._tokens[self._position : end] = rows
+        items = [self._item()]
         while not self._take(r"\end"):
-            if not self._take(r"\\") and not self._take(","):
-                raise Unread("cases with conditions")
-            if not self._at(r"\end", r"\\"):
-                rows.append(self._item())
+            self._take(",", ".", ";")
+            if self._take(r"\\") or not self._at(r"\end"):
+                items.append(self._item())
+        if self._spelled_argument() != name:
+            raise Unread("rows are not closed")
+        return items[0] if len(items) == 1 else Node("list", tuple(items))
+
+    def _cases(self) -> Node:
+        """A system of equations as a list, or values with their conditions."""
+        rows: list[Node] = []
+        while not self._take(r"\end"):
+            value, marks = self._item(), 0
+            while self._take("&", ",", ";", ".") or self._take_words(_IF):
+                marks += 1
+            if self._at(r"\end", r"\\"):
+                rows.append(value)
+            elif value.kind == "relation" or not marks:
+                rows.append(value)
+                self._take(r"\\")
+                continue
+            else:
+                otherwise = self._take_words(("otherwise", "else", "elsewhere"))
+                condition = Node("word", value="otherwise") if otherwise else self._items()
+                rows.append(Node("case", (value, condition)))
+            while self._take(",", ";", "."):
+                pass
+            if not self._take(r"\\") and not self._at(r"\end"):
+                raise Unread("a row of cases goes on")
         if self._spelled_argument() != "cases":
             raise Unread("cases are not closed")
-        return Node("list", tuple(rows))
+        is_system = not any(row.kind == "case" for row in rows)
+        return Node("list" if is_system else "cases", tuple(rows))
+
+    def _take_words(self, words: tuple[str, ...]) -> bool:
+        taken = self._word_at() in words
+        self._position += taken
+        return taken
+
+    # Sums and integrals: the bound variable has no name.
+
+    def _bound(self, name: str) -> Node:
+        low = high = variable = None
+        for _ in range(2):
+            if self._take("_"):
+                low = self._group() if self._at("{") else self._argument()
+            elif self._take("^"):
+                high = self._exponent()
+        if name == "int":
+            end, depth = self._position, 0
+            while end < len(self._tokens):
+                token = self._tokens[end]
+                depth += (token.text in "({[") - (token.text in ")}]")
+                ahead = self._tokens[end + 1].text if end + 1 < len(self._tokens) else ""
+                if depth == 0 and token.kind == "letters" and re.search(r"d.$", token.text):
+                    variable, parts = token.text[-1], [Token("letters", x) for x in token.text[:-2]]
+                    self._tokens[end : end + 1] = [*parts, Token("sign", "differential")]
+                    break
+                if depth == 0 and token.text == "d" and (ahead.isalpha() or ahead[:1] == "\\"):
+                    variable = ahead
+                    self._tokens[end : end + 2] = [Token("sign", "differential")]
+                    break
+                end += 1
+            body = self._sum()
+            self._expect("differential")
+        else:
+            if low is None or low.kind != "relation" or low.value != ("=",) or low.args[0].kind != "name":
+                raise Unread("a sum without its variable")
+            (bound, low), body = low.args, self._product()
+            variable = bound.value
+        if variable is None or (low is None) != (high is None):
+            raise Unread("an integral without its variable")
+        nested = sum(part.kind == "bound" for part in walk(body))
+        body = replaced(body, Node("name", value=variable), Node("bound", value=nested))
+        ends = (number(0), number(1)) if low is None or high is None else (low, high)
+        if low is None:
+            raise Unread("an integral without ends")
+        return Node("call", (*ends, body), name)
 
 
 def _is_proper(top: Number, bottom: Number) -> bool:

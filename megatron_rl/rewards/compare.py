@@ -21,11 +21,13 @@ from megatron_rl.rewards.tree import (
     RegionReader,
     TooLarge,
     exact,
+    exact_or_none,
     has_names,
     is_unfinished,
     negative,
     number,
     plain,
+    replaced,
     rounds_to,
     walk,
 )
@@ -327,13 +329,6 @@ class _Comparison:
         return self._algebra.equal(ours, theirs)
 
 
-def exact_or_none(node: Node) -> Fraction | None:
-    try:
-        return exact(node)
-    except TooLarge:
-        return None
-
-
 def _is_equation(node: Node) -> bool:
     return node.kind == "relation" and set(node.value) <= {"=", "≈"}
 
@@ -425,15 +420,9 @@ def _with_argument_of(ours: Sequence[Node], theirs: Sequence[Node]) -> tuple[Seq
     heads = ours[0], theirs[0]
     calls = all(head.kind == "call" and len(head.args) == 1 and head.args[0].kind == "name" for head in heads)
     if calls and heads[0].args != heads[1].args:
-        old, new = (head.args[0].value for head in heads)
-        if not any(part.kind == "name" and part.value == new for part in walk(ours[1])):
-            ours = [_renamed(side, old, new) for side in ours]
+        if heads[1].args[0] not in walk(ours[1]):
+            ours = [replaced(side, heads[0].args[0], heads[1].args[0]) for side in ours]
     return ours, (ours[0], theirs[0])
-
-
-def _renamed(node: Node, old: str, new: str) -> Node:
-    value = new if node.kind == "name" and node.value == old else node.value
-    return Node(node.kind, tuple(_renamed(arg, old, new) for arg in node.args), value)
 
 
 def _is_time(parts: Sequence[Fraction]) -> bool:

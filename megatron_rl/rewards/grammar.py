@@ -16,7 +16,7 @@ from functools import lru_cache, reduce
 from megatron_rl.rewards import units
 from megatron_rl.rewards.atoms import COMMON_WORDS, AtomParser
 from megatron_rl.rewards.latex import Token, Unread, join_thousands, may_be_euler, tokenize, words
-from megatron_rl.rewards.tree import Node, depth, negative
+from megatron_rl.rewards.tree import Node, depth, exact_or_none, negative, number, walk
 
 MAX_TREE_DEPTH = 100  # depth of a tree; a product of n factors has depth n
 _CACHED_CHARS = 200  # trees of longer answers are not cached: they may be large
@@ -25,6 +25,7 @@ RELATIONS = frozenset(["=", "<", ">", "<=", ">=", "!=", "≈", "≡", "∈", "�
 _NO_FACTOR = frozenset(
     [r"\rvert", r"\rfloor", r"\rceil", r"\rangle", r"\end", r"\pmod", r"\mod", r"\bmod", r"\over", r"\choose"]
 )
+_EXPRESSIONS = frozenset(words("add mul div divide neg pow root pm call percent quantity"))
 _CLOSING = {"(": ")", "[": "]", r"\{": r"\}", "{": "}"}
 
 
@@ -42,7 +43,7 @@ class Parser(AtomParser):
         node = self._items_over()
         if self._peek() is not None:
             raise Unread(f"{self._next().text} was not read")
-        return node
+        return _without_words(node) if any(part.kind == "word" for part in walk(node)) else node
 
     def _separator(self) -> str:
         """Take and return one separator of items; "" if there is none. ``, and`` is "and"."""
@@ -76,6 +77,8 @@ class Parser(AtomParser):
             return Node(kind, tuple(items))
         if formal:
             raise Unread("a formula of logic")
+        if separators == {"and"} and all(_is_part(*pair) for pair in zip(items, items[1:])):
+            return reduce(_with_part, items)
         return Node("list", tuple(items))
 
     def _item(self) -> Node:
@@ -220,10 +223,29 @@ class Parser(AtomParser):
                 node = Node("divide", (node, self._factor()))
             elif (behind := self._behind(node)) is not None:
                 node = behind
-            elif node.kind != "quantity" and self._starts_factor():
+            elif node.kind != "quantity" and (self._starts_factor() or self._number_is_factor(node)):
                 node = Node("mul", (node, self._power()))
+            elif node.kind == "quantity" and (whole := self._with_smaller_unit(node)) is not None:
+                node = whole
             else:
                 return node
+
+    def _number_is_factor(self, node: Node) -> bool:
+        """Whether a number multiplies what stands before it: ``3!7!``, ``2^3 5^2``."""
+        token, last = self._peek(), node.args[1] if node.kind == "mul" else node
+        return token is not None and token.kind == "number" and (last.kind == "pow" or last.value == "factorial")
+
+    def _with_smaller_unit(self, node: Node) -> Node | None:
+        """``5 ft`` with the inches behind it; None if there are none."""
+        start, token = self._position, self._peek()
+        if token is None or token.kind != "number":
+            return None
+        part = self._power()
+        part = part if part.kind == "quantity" else self._behind(part)
+        if part is not None and _is_part(node, part):
+            return _with_part(node, part)
+        self._position = start
+        return None
 
     def _denominator(self) -> Node:
         """Read the denominator after ``/``: the 2 in ``1/2x``, or the product under `tight_slash`."""
@@ -257,7 +279,10 @@ class Parser(AtomParser):
         while True:
             if self._at("^"):
                 self._position += 1
-                if self._at("°") or (self._at("{") and self._text_at(1) == "°"):
+                if node.kind == "number" and (self._at("'") or (self._at("{") and self._text_at(1) == "'")):
+                    self._group_of_one("'")
+                    node = Node("quantity", (node,), units.ARC_MINUTE)
+                elif self._at("°") or (self._at("{") and self._text_at(1) == "°"):
                     self._group_of_one("°")
                     node = Node("quantity", (node,), self._temperature() or units.DEGREE)
                 else:
@@ -266,6 +291,10 @@ class Parser(AtomParser):
                 node = Node("call", (node,), "factorial")
             elif self._take("°"):
                 node = Node("quantity", (node,), self._temperature() or units.DEGREE)
+            elif node.kind == "number" and self._take("'"):
+                node = Node("quantity", (node,), units.ARC_SECOND if self._take("'") else units.ARC_MINUTE)
+            elif node.kind == "number" and self._take('"'):
+                node = Node("quantity", (node,), units.ARC_SECOND)
             else:
                 return node
 
@@ -289,6 +318,30 @@ class Parser(AtomParser):
         if token is not None and token.kind == "number":
             return self._number(self._next())
         return self._group() if self._at("{") else self._argument()
+
+
+def _is_part(whole: Node, part: Node) -> bool:
+    """Whether ``part`` counts in a smaller unit of the same kind: the inches of ``5 ft 6 in``."""
+    if whole.kind != "quantity" or part.kind != "quantity":
+        return False
+    return whole.value.dimensions == part.value.dimensions and whole.value.factor > part.value.factor
+
+
+def _with_part(whole: Node, part: Node) -> Node:
+    share = number(part.value.factor / whole.value.factor)
+    total = Node("add", (whole.args[0], Node("mul", (part.args[0], share))))
+    value = exact_or_none(total)
+    return Node("quantity", (total if value is None else number(value),), whole.value)
+
+
+def _without_words(node: Node, in_expression: bool = False) -> Node:
+    """``node`` with the products that its words mean inside expressions: ``(xy)^2``, ``\\sin(nx)``."""
+    if node.kind == "word":
+        if in_expression and not node.args:
+            raise Unread(f"the word {node.value} in an expression")
+        return node.args[0] if in_expression else node
+    in_expression |= node.kind in _EXPRESSIONS
+    return Node(node.kind, tuple(_without_words(arg, in_expression) for arg in node.args), node.value)
 
 
 def readings(text: str) -> tuple[Node, ...]:
@@ -409,9 +462,9 @@ def _phrase_item(tokens: list[Token]) -> Node | None:
 
 
 def _product_of_letters(tokens: list[Token]) -> tuple[Node, ...]:
-    """Return the product that a few lower-case letters may also mean, such as ``xy``; empty for other words."""
+    """Return the product that letters in italics may also mean, such as ``xy``; empty for other words."""
     letters = "".join(token.text for token in tokens)
-    if len(letters) > 4 or not (letters.isascii() and letters.isalpha() and letters.islower()):
+    if not (letters.isascii() and letters.isalpha()):
         return ()
     if any(token.roman for token in tokens) or letters in COMMON_WORDS:
         return ()

@@ -22,10 +22,10 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_rl.rewards.compare import exact_or_none, same, spelling
+from megatron_rl.rewards.compare import same, spelling
 from megatron_rl.rewards.grammar import readings
 from megatron_rl.rewards.pool import WorkerPool
-from megatron_rl.rewards.tree import Algebra, NeedsWorker, Node
+from megatron_rl.rewards.tree import Algebra, NeedsWorker, Node, exact_or_none
 
 logger = logging.getLogger(__name__)
 

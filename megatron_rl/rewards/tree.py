@@ -67,6 +67,13 @@ def walk(node: Node) -> Iterator[Node]:
         stack += node.args
 
 
+def replaced(node: Node, old: Node, new: Node) -> Node:
+    """``node`` with ``new`` in every place of ``old``."""
+    if node == old:
+        return new
+    return Node(node.kind, tuple(replaced(arg, old, new) for arg in node.args), node.value) if node.args else node
+
+
 def depth(node: Node) -> int:
     """Number of nodes from ``node`` down to its deepest leaf."""
     level, count = [node], 0
@@ -134,6 +141,13 @@ def exact(node: Node) -> Fraction | None:
     try:
         return _apply(node, args)
     except ZeroDivisionError:
+        return None
+
+
+def exact_or_none(node: Node) -> Fraction | None:
+    try:
+        return exact(node)
+    except TooLarge:
         return None
 
 

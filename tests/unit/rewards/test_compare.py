@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rewards.compare import exact_or_none, same, spelling
+from megatron_rl.rewards.compare import same, spelling
 from megatron_rl.rewards.grammar import readings
 from megatron_rl.rewards.math_task import math_verdict
-from megatron_rl.rewards.tree import Algebra
+from megatron_rl.rewards.tree import Algebra, exact_or_none
 from tests.support.answers import SMALL, TEXTS, spellings
 
 
