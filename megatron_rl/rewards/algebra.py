@@ -1,15 +1,17 @@
-"""Equality of expressions by their values at 120 digits. Only worker processes import this module.
+r"""Equality of expressions by their values at 120 digits. Only worker processes import this module.
 
 Two expressions without variables are equal if their values agree to 60 digits. Two with variables are equal if they
-agree at several points of both signs and several sizes; points where an expression has no real value do not count. For
-expressions as short as an answer, such agreement at arbitrary points is not a coincidence. There is no search and no
-rewriting, so time and memory are bounded by the size of the expressions.
+agree at several points of both signs and several sizes; points where an expression has no real value do not count, and
+more points are drawn where few have one. Expressions with steps (``\lfloor x\rfloor``) must also agree at whole and half
+numbers, and for variables from i to n at whole numbers alone. For expressions as short as an answer, such agreement at
+arbitrary points is not a coincidence. There is no rewriting, so time and memory are bounded by the size of the
+expressions.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 
 import mpmath
@@ -22,7 +24,11 @@ _MP.prec = 400
 _MAX_MAGNITUDE = 1 << 14  # largest number of bits before the binary point of an intermediate value
 _AGREE = _MP.mpf(10) ** -60  # relative difference of equal values
 _ZERO = _MP.mpf(10) ** -90
-_SCALES = (1, 1, -1, -1, 9, 60, 700, -9)  # sizes and signs of the points
+_SCALES = tuple(Fraction(*size) for size in ((1,), (-1,), (1, 5), (-1, 5), (9,), (60,), (700,), (-9,)))
+_STEPS = frozenset(["floor", "ceil", "sign", "gcd", "lcm"])
+_WHOLE, _HALVES = (1, 2, 3, 6, 4, 5), (0.5, -2, -1.5, 3, 0, 2.5)
+_DRAWS = 90  # points that are drawn at most where an expression has few values
+_ENDS = (Fraction(2, 9), Fraction(3, 7), Fraction(7, 11), Fraction(12, 13))  # where integrands are compared
 _MIN_POINTS = 2
 _NEAR_WHOLE = _MP.mpf(10) ** -60
 
@@ -39,17 +45,38 @@ class NumericAlgebra(Algebra):
     def equal(self, one: Node, other: Node) -> bool:
         return any(_agree(one, other, base) for base in _log_bases(one, other))
 
-    def same_solutions(self, one: Node, other: Node) -> bool:
-        """Return whether two equations (differences of their sides) have a constant nonzero ratio."""
+    def same_solutions(self, one: Node, other: Node, inequality: bool = False) -> bool:
+        """Return whether two relations, written as differences, have the same solutions.
+
+        Either their ratio is constant, and positive for an ``inequality``; or each is zero where the other is.
+        """
         names = _names(one)
         if names != _names(other) or not names:
             return False
         ratios = []
-        for point in _points(names, real=True):
+        for point in _points(names):
             values = _values_at(one, other, point, _MP.e)
             if values is not None and abs(values[1]) > _ZERO:
                 ratios.append(values[0] / values[1])
-        return len(ratios) > _MIN_POINTS and all(abs(r) > _ZERO and _close(r, ratios[0]) for r in ratios)
+        if len(ratios) > _MIN_POINTS and all(abs(r) > _ZERO and _close(r, ratios[0]) for r in ratios):
+            return not inequality or ratios[0] > 0
+        return not inequality and _vanishes_on(one, other, names) and _vanishes_on(other, one, names)
+
+    def same_family(self, one: Node, parameter: str, other: Node, its_parameter: str) -> bool:
+        """Return whether two expressions, linear in parameters that are whole numbers, have the same values."""
+        names = [name for name in _names(one, other) if name not in (parameter, its_parameter)]
+        for point in list(_points(names))[: 3 if names else 1]:
+            lines = []
+            for node, name in ((one, parameter), (other, its_parameter)):
+                values = [_values_at(node, node, point | {name: _MP.mpf(k)}, _MP.e) for k in range(3)]
+                if None in values or not _close(values[2][0] - values[1][0], values[1][0] - values[0][0]):
+                    return False
+                lines.append((values[0][0], abs(values[1][0] - values[0][0])))
+            (start, step), (other_start, other_step) = lines
+            shift = (start - other_start) / step if step else _MP.mpf(1) / 2
+            if not _close(step, other_step) or abs(shift - _MP.nint(shift)) > _AGREE:
+                return False
+        return True
 
     def value(self, node: Node) -> Fraction | None:
         exact_value = exact(node)
@@ -77,18 +104,55 @@ def _names(*nodes: Node) -> list[str]:
     return sorted({part.value for node in nodes for part in walk(node) if part.kind == "name"})
 
 
-def _points(names: list[str], real: bool):
-    """Yield the points to compare at: arbitrary fractions, or small whole numbers."""
+def _points(names: list[str]) -> Iterator[dict[str, Value]]:
+    """Yield arbitrary fractions of several sizes and signs."""
     for k, scale in enumerate(_SCALES):
         point = {}
         for j, name in enumerate(names):
-            if real:
-                size = Fraction((37 * (j + 1) + 53 * (k + 1) ** 2) % 97 + 20, 71) * abs(scale)
-                flip = scale < 0 and (len(names) == 1 or (j + k) % 2 == 0)
-                point[name] = _MP.mpf((-size if flip else size).numerator) / size.denominator
-            else:
-                point[name] = _MP.mpf(k + 2 * j + 1)
+            size = Fraction((37 * (j + 1) + 53 * (k + 1) ** 2) % 97 + 20, 71) * abs(scale)
+            flip = scale < 0 and (len(names) == 1 or (j + k) % 2 == 0)
+            point[name] = _MP.mpf((-size if flip else size).numerator) / size.denominator
         yield point
+
+
+def _whole_points(names: list[str], halves: bool = False) -> Iterator[dict[str, Value]]:
+    """Yield small whole numbers, and half numbers for variables that are not named from i to n."""
+    for k in range(len(_WHOLE)):
+        values = [_HALVES if halves and name[0] not in "ijklmnN" else _WHOLE for name in names]
+        yield {name: _MP.mpf(values[j][(k + 2 * j) % len(_WHOLE)]) for j, name in enumerate(names)}
+
+
+def _drawn_points(names: list[str]) -> Iterator[dict[str, Value]]:
+    """Yield many points, half of them between -8 and 8, the others of any size."""
+    state = 1
+    for k in range(_DRAWS):
+        point = {}
+        for name in names:
+            state = state * 48271 % 2147483647
+            share = _MP.mpf(state) / 2147483647
+            point[name] = 16 * share - 8 if k % 2 else 10 ** (7 * share - 3)
+        yield point
+
+
+def _vanishes_on(one: Node, other: Node, names: list[str]) -> bool:
+    """Return whether ``other`` is zero wherever ``one``, which is linear in some name, is zero."""
+    for name in names:
+        seen = 0
+        for point in _points(names):
+            values = [_values_at(one, one, point | {name: _MP.mpf(k)}, _MP.e) for k in (1, 2, 3)]
+            if None in values:
+                continue
+            first, second, third = (value for value, _ in values)
+            slope = second - first
+            if abs(slope) < _ZERO or not _close(third - second, slope):
+                break
+            there = _values_at(other, other, point | {name: 1 - first / slope}, _MP.e)
+            if there is None or abs(there[0]) > _AGREE:
+                return False
+            seen += 1
+        if seen > _MIN_POINTS:
+            return True
+    return False
 
 
 def _agree(one: Node, other: Node, log_base: Value) -> bool:
@@ -96,19 +160,23 @@ def _agree(one: Node, other: Node, log_base: Value) -> bool:
     if not names:
         values = _values_at(one, other, {}, log_base, complex_too=True)
         return values is not None and _close(*values)
-    has_i = any(part.kind == "constant" and part.value == "i" for node in (one, other) for part in walk(node))
-    for real in (True, False):
-        seen = 0
-        for point in _points(names, real):
+    parts = [part for node in (one, other) for part in walk(node)]
+    has_i = any(part.kind == "constant" and part.value == "i" for part in parts)
+    has_steps = any(part.kind == "call" and part.value in _STEPS for part in parts)
+    whole = has_steps and any(name[0] in "ijklmnN" for name in names)
+    seen = 0
+    kinds = [_whole_points(names, halves=True)] if has_steps else []
+    for points in (*([] if whole else [_points(names)]), *kinds, _whole_points(names), _drawn_points(names)):
+        if seen >= _MIN_POINTS and points not in kinds:
+            break
+        for point in points:
             values = _values_at(one, other, point, log_base, complex_too=has_i)
-            if values is None:
-                continue
-            if not _close(*values):
+            if values is not None and not _close(*values):
                 return False
-            seen += 1
-        if seen >= _MIN_POINTS:
-            return True
-    return False
+            seen += values is not None
+            if seen > len(_SCALES) + len(_WHOLE):
+                break
+    return seen >= _MIN_POINTS
 
 
 def _values_at(
@@ -155,6 +223,8 @@ class _Evaluator:
             return _MP.mpf(node.value.value.numerator) / node.value.value.denominator
         if kind == "name" and node.value in self._point and node.value != "ldots":
             return self._point[node.value]
+        if kind == "bound":
+            return self._point[f"bound {node.value}"]
         if kind == "constant" and node.value != "infinity":
             return {"pi": _MP.pi, "e": _MP.e, "i": _MP.mpc(0, 1)}[node.value] * 1
         if kind == "dash":
@@ -176,8 +246,8 @@ class _Evaluator:
             return -args[0]
         if kind == "percent":
             return args[0] / 100
-        if kind == "quantity" and node.value == units.DEGREE:
-            return args[0] * _MP.pi / 180
+        if kind == "quantity" and node.value.dimensions == units.DEGREE.dimensions:
+            return args[0] * _MP.pi * node.value.factor.numerator / (180 * 3600 * node.value.factor.denominator)
         raise _NoValue
 
     def _power(self, base_node: Node, exponent_node: Node) -> Value:
@@ -202,6 +272,8 @@ class _Evaluator:
         name = node.value
         if name == "det":
             return self._determinant(node.args[0])
+        if name in ("sum", "prod", "int"):
+            return self._over_range(node)
         args = [self.value(arg) for arg in node.args]
         if name in _ELEMENTARY and len(args) == 1:
             if args[0] and _MP.mag(args[0]) > 100 + 8 * (name in ("abs", "floor", "ceil", "Re", "Im")) * 1000:
@@ -235,6 +307,23 @@ class _Evaluator:
             total += _MP.sin(arg * (seed % (31 + place) + 7) / 13 + place) + arg * (seed % 17 + 3) / (11 + place)
         return total
 
+    def _over_range(self, node: Node) -> Value:
+        """Return a short sum or product; else a number that two expressions share only if their terms agree."""
+        low, high = (_MP.inf if end.kind == "constant" and end.value == "infinity" else self.value(end) for end in node.args[:2])
+        bound = f"bound {max((part.value for part in walk(node.args[2]) if part.kind == 'bound'), default=0)}"
+
+        def term(at: Value) -> Value:
+            return _Evaluator({**self._point, bound: at}, self._log_base).value(node.args[2])
+
+        if node.value != "int" and low == _MP.nint(low) and high == _MP.nint(high) and high - low <= 60:
+            terms = [term(low + k) for k in range(int(high - low) + 1)]
+            return _MP.fsum(terms) if node.value == "sum" else _MP.fprod(terms)
+        width = high - low if _MP.isfinite(high) else _MP.mpf(3)
+        terms = [term(low + width * end.numerator / end.denominator) for end in _ENDS]
+        if node.value == "prod":
+            return _MP.fprod(terms) * _MP.exp(width)
+        return width * _MP.fsum(value * (k + 2) for k, value in enumerate(terms))
+
     def _determinant(self, matrix: Node) -> Value:
         size = matrix.value if matrix.kind == "matrix" else 0
         if not 0 < size <= 6 or len(matrix.args) != size * size:
@@ -256,5 +345,5 @@ _ELEMENTARY: dict[str, Callable[[Value], Value]] = {
     "arcsin": _MP.asin, "arccos": _MP.acos, "arctan": _MP.atan, "arccot": _MP.acot, "arcsec": _MP.asec,
     "arccsc": _MP.acsc, "sinh": _MP.sinh, "cosh": _MP.cosh, "tanh": _MP.tanh, "coth": _MP.coth, "sech": _MP.sech,
     "csch": _MP.csch, "abs": abs, "floor": _floor, "ceil": lambda value: -_floor(-value), "Re": _MP.re, "Im": _MP.im,
-    "sign": _MP.sign, "arg": _MP.arg,
+    "sign": _MP.sign, "arg": _MP.arg, "cis": _MP.expj,
 }  # fmt: skip

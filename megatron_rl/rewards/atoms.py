@@ -21,7 +21,7 @@ COMMON_WORDS = frozenset(
 _FUNCTIONS = frozenset(
     words(
         "sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh coth sech csch log ln lg "
-        "exp abs floor ceil gcd lcm max min det deg arg Re Im sgn sign asin acos atan"
+        "exp abs floor ceil gcd lcm max min det deg arg Re Im sgn sign asin acos atan cis"
     )
 )
 _ALIASES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "sgn": "sign"}
@@ -487,14 +487,13 @@ class AtomParser(UnitCursor):
                 raise Unread("a sum without its variable")
             (bound, low), body = low.args, self._product()
             variable = bound.value
-        if variable is None or (low is None) != (high is None):
+        if variable is None:
             raise Unread("an integral without its variable")
-        nested = sum(part.kind == "bound" for part in walk(body))
+        nested = 1 + max((part.value for part in walk(body) if part.kind == "bound"), default=0)
         body = replaced(body, Node("name", value=variable), Node("bound", value=nested))
-        ends = (number(0), number(1)) if low is None or high is None else (low, high)
-        if low is None:
+        if low is None or high is None:
             raise Unread("an integral without ends")
-        return Node("call", (*ends, body), name)
+        return Node("call", (low, high, body), name)
 
 
 def _is_proper(top: Number, bottom: Number) -> bool:

@@ -6,10 +6,12 @@ different trees: ``(1,2)`` and ``(2,1)``, ``[0,1)`` and ``[0,1]``, *east* and *s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, reduce
+from itertools import permutations
 
 from megatron_rl.rewards import units
 from megatron_rl.rewards.grammar import readings
@@ -35,6 +37,9 @@ from megatron_rl.rewards.tree import (
 MAX_ITEMS = 64  # longest list that is compared in any order
 _MAX_SIGNS = 3  # largest number of ± in one value
 _NO_SCALARS = frozenset(["list", "tuple", "set", "matrix", "relation", "domain", "empty"])
+_DOTS = Node("name", value="ldots")
+_ORDER = ("<", ">", "<=", ">=")
+_TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 _VOWELS = frozenset("aeiou")
 
 
@@ -76,20 +81,22 @@ class _Comparison:
             return True
         if "option" in (ours.kind, theirs.kind):
             return self._same_option(ours, theirs)
-        ours, theirs = _spread_signs(_membership(ours)), _spread_signs(_membership(theirs))
+        ours, theirs = _canonical(self._without_middle(ours)), _canonical(theirs)
         ours, theirs = _without_tuple_name(ours, theirs)
         if ours == theirs:
             return True
         kinds = {ours.kind, theirs.kind}
         if "word" in kinds:
             return self._same_word(ours, theirs)
+        if "family" in kinds:
+            return self._same_family(ours, theirs)
         if kinds & {"based", "date", "dash"}:
             return self._same_as_written(ours, theirs)
         if kinds & DESCRIBE_SETS and (region := self._same_region(ours, theirs)) is not None:
             return region
         if "relation" in kinds:
             return self._same_relation(ours, theirs)
-        ours, theirs = _matrix(ours), _matrix(theirs)
+        ours, theirs = _vector(_matrix(ours), theirs), _vector(_matrix(theirs), ours)
         for some, rule in self._rules:
             if ours.kind in some or theirs.kind in some:
                 return rule(self, ours, theirs)
@@ -111,12 +118,12 @@ class _Comparison:
 
     def _same_word(self, ours: Node, theirs: Node) -> bool:
         if ours.kind == theirs.kind:
-            commute = ours.args and theirs.args and not _VOWELS & set(ours.value)
-            return ours.value == theirs.value or bool(commute and sorted(ours.value) == sorted(theirs.value))
+            commute = _commutes(ours) and _commutes(theirs)
+            return ours.value == theirs.value or (commute and sorted(ours.value) == sorted(theirs.value))
         word, other = (ours, theirs) if ours.kind == "word" else (theirs, ours)
         if not word.args:
             return other.kind == "relation" and other.value == ("=",) and self._same_relation(ours, theirs)
-        if _VOWELS & set(word.value):  # `odd` is no d²o
+        if not _commutes(word):
             return word.args[0] == other
         return self.equal(*((word.args[0], other) if word is ours else (other, word.args[0])))
 
@@ -162,22 +169,75 @@ class _Comparison:
             return ours.value == theirs.value and self._in_order(ours.args, theirs.args)
         if not set(kinds) <= {"list", "set"}:
             return False
-        if any(item.kind == "word" and len(item.value) > 1 and not item.args for item in theirs.args):
+        if theirs.value != "and" and any(item.kind == "word" for item in theirs.args):
             return self._in_order(ours.args, theirs.args)  # words in a row may be an order
         return self._any_order(ours.args, theirs.args)
 
     def _same_matrix(self, ours: Node, theirs: Node) -> bool:
+        if {ours.kind, theirs.kind} == {"matrix", "tuple"}:
+            matrix, row = (ours, theirs) if ours.kind == "matrix" else (theirs, ours)
+            one_line = matrix.value == 1 or matrix.value == len(matrix.args)
+            return one_line and row.value in ("()", "[]") and self._in_order(ours.args, theirs.args)
         return ours.kind == theirs.kind and ours.value == theirs.value and self._in_order(ours.args, theirs.args)
 
     def _same_ratio(self, ours: Node, theirs: Node) -> bool:
-        if ours.kind != theirs.kind or len(ours.args) != len(theirs.args) or ours.value != theirs.value:
+        if "relation" in (ours.kind, theirs.kind):
+            return self._same_relation(ours, theirs)
+        if ours.kind != theirs.kind:
+            ratio, other = (ours, theirs) if ours.kind == "ratio" else (theirs, ours)
+            if len(ratio.args) > 2 or ratio.value or _is_time(ratio) or other.kind in _NO_SCALARS:
+                return False
+            quotient = Node("div", ratio.args)
+            return self._same_number(quotient, theirs) if ratio is ours else self._same_number(ours, quotient)
+        if ours.value or theirs.value:
+            return _minutes(ours) is not None and _minutes(ours) == _minutes(theirs)
+        if len(ours.args) != len(theirs.args):
             return False
         if self._in_order(ours.args, theirs.args):
             return True
-        parts = [[exact(arg) for arg in node.args] for node in (ours, theirs)]
-        if any(value is None or value <= 0 for part in parts for value in part) or _is_time(parts[1]):
+        parts = [exact(arg) for node in (ours, theirs) for arg in node.args]
+        if _is_time(theirs) or any(value is not None and value <= 0 for value in parts):
             return False
-        return all(c * parts[1][0] == g * parts[0][0] for c, g in zip(*parts))
+        (first, *_), (their_first, *_) = ours.args, theirs.args
+        pairs = ((Node("mul", (c, their_first)), Node("mul", (g, first))) for c, g in zip(ours.args, theirs.args))
+        return all(self._same_scalar(*pair) for pair in pairs)
+
+    def _same_cases(self, ours: Node, theirs: Node) -> bool:
+        """Compare values with their conditions; one condition on a side may be "otherwise"."""
+        if ours.kind != theirs.kind or len(ours.args) != len(theirs.args):
+            return False
+        left, open_cases = list(theirs.args), 0
+        for case in sorted(ours.args, key=lambda case: case.value == "otherwise"):
+            partner = next((other for other in left if self._same_case(case, other)), None)
+            if partner is None:
+                other = [other for other in left if self._same_case(case, other, "otherwise")]
+                partner, open_cases = other[0] if other else None, open_cases + 1
+            if partner is None or open_cases > 1:
+                return False
+            left.remove(partner)
+        return True
+
+    def _same_case(self, ours: Node, theirs: Node, otherwise: str = "") -> bool:
+        if ours.kind != theirs.kind or ours.kind != "case":
+            return self.equal(ours, theirs)
+        conditions = ours.args[1], theirs.args[1]
+        free = otherwise and any(condition.value == otherwise for condition in conditions)
+        return self.equal(ours.args[0], theirs.args[0]) and bool(free or self.equal(*conditions))
+
+    def _same_family(self, ours: Node, theirs: Node) -> bool:
+        """Compare ``a+k\\pi, k\\in\\mathbb{Z}`` with its like, or with an expression with a name such as n."""
+        if "list" in (ours.kind, theirs.kind):
+            return ours.kind == theirs.kind and self._any_order(ours.args, theirs.args)
+        sides = []
+        for node, other in ((ours, theirs), (theirs, ours)):
+            value, parameter = (node.args[0], node.value) if node.kind == "family" else (node, "")
+            if value.kind == "relation" and value.value == ("=",) and _names_something(value.args[0]):
+                value = value.args[1]
+            if not parameter:
+                own = {part.value for part in walk(value) if part.kind == "name"} & set("kmnlj")
+                parameter = own.pop() if len(own) == 1 and value.kind not in _NO_SCALARS else ""
+            sides += [value, parameter]
+        return all(sides) and self._algebra.same_family(*sides)
 
     def _same_congruence(self, ours: Node, theirs: Node) -> bool:
         if ours.kind != theirs.kind or not self.equal(ours.args[-1], theirs.args[-1]):
@@ -207,24 +267,42 @@ class _Comparison:
         (frozenset(["ratio"]), _same_ratio),
         (frozenset(["congruence"]), _same_congruence),
         (frozenset(["matrix"]), _same_matrix),
+        (frozenset(["cases"]), _same_cases),
         (frozenset(["list", "tuple", "set"]), _same_items),
         (DESCRIBE_SETS, _same_sets),
     )
 
     # Relations.
 
+    def _without_middle(self, node: Node) -> Node:
+        """``x = 10-3 = 7`` as ``x = 7`` where all sides behind the first are equal."""
+        if node.kind != "relation" or len(node.args) < 3 or set(node.value) != {"="}:
+            return node
+        first, *middle, last = node.args
+        if not all(self._loosely_equal(side, last) for side in middle):
+            return node
+        return Node("relation", (first, last), ("=",))
+
+    def _loosely_equal(self, ours: Node, theirs: Node) -> bool:
+        """Whether two sides are equal, whatever ``ours`` leaves to compute."""
+        return _Comparison(self._algebra, True).equal(ours, theirs)
+
     def _same_relation(self, ours: Node, theirs: Node) -> bool:
-        """Compare two equations, or a value with ``name = value`` on either side."""
+        """Compare two relations, or a value with ``name = value`` on either side."""
         if ours.kind == theirs.kind:
-            if len(ours.args) != 2 or len(theirs.args) != 2 or ours.value != theirs.value:
-                return False
-            if ours.value != ("=",):
-                return self._in_order(ours.args, theirs.args)
-            return self._same_equation(_name_first(ours).args, _name_first(theirs).args)
+            theirs = _exactly(theirs)
+            for relation in (_exactly(ours), _turned(_exactly(ours))):
+                if relation.value == theirs.value:
+                    if relation.value == ("=",):
+                        return self._same_equation(_name_first(relation).args, _name_first(theirs).args)
+                    if self._in_order(relation.args, theirs.args):
+                        return True
+                    return len(theirs.value) == 1 and theirs.value[0] in _ORDER and self._same_difference(relation, theirs)
+            return False
         if theirs.kind == "relation":
-            gold = _name_first(theirs)
-            named = gold.value in (("=",), ("≈",)) and _names_something(gold.args[0])
-            return named and self.equal(ours, gold.args[1])
+            *left, value = _name_first(theirs).args
+            named = all(_names_something(side) or not has_names(side) for side in left)
+            return named and set(theirs.value) <= {"=", "≈"} and self.equal(ours, value)
         if any(sign not in ("=", "≈") for sign in ours.value):
             return False
         chain = _name_first(ours)
@@ -234,18 +312,23 @@ class _Comparison:
                 return False
             *left, exact_value = left
             value = value if self.equal(value, theirs) else exact_value
-        return self.equal(value, theirs) and all(_names_something(side) or self.equal(side, theirs) for side in left)
+        return self.equal(value, theirs) and all(_names_something(side) or self._loosely_equal(side, value) for side in left)
+
+    def _same_difference(self, ours: Node, theirs: Node) -> bool:
+        differences = (Node("add", (node.args[0], negative(node.args[1]))) for node in (ours, theirs))
+        return self._algebra.same_solutions(*differences, inequality=ours.value != ("=",))
 
     def _same_equation(self, ours: Sequence[Node], theirs: Sequence[Node]) -> bool:
         heads = ours[0], theirs[0]
         if all(head.kind in ("name", "word") or (head.kind == "call" and head.value in "fghFGH") for head in heads):
             ours, heads = _with_argument_of(ours, theirs)
-            if heads[0] == heads[1]:
+            kinds = {head.kind for head in heads}
+            if heads[0] == heads[1] or (kinds == {"name", "call"} and any(head.value == "y" for head in heads)):
                 return self.equal(ours[1], theirs[1])
-            if {head.kind for head in heads} != {"name"}:
+            if "call" in kinds or (len(kinds) == 1 and "word" in kinds):
                 return False
-        differences = [Node("add", (sides[0], negative(sides[1]))) for sides in (ours, theirs)]
-        return self._algebra.same_solutions(*differences)
+        sides = [tuple(side.args[0] if side.kind == "word" and side.args else side for side in both) for both in (ours, theirs)]
+        return self._same_difference(*(Node("relation", both, ("=",)) for both in sides))
 
     def _near(self, one: Node, other: Node) -> bool:
         """Whether two constants differ by at most a hundredth."""
@@ -312,7 +395,7 @@ class _Comparison:
                 return our_value == their_value
             return rounds_to(their_value, decimals[0]) or rounds_to(our_value, decimals[1])
         if has_names(ours) or has_names(theirs):
-            return self._algebra.equal(ours, theirs)
+            return any(self._algebra.equal(node, theirs) for node in (ours, *_constants(ours, theirs)))
         if their_value is None and our_value is None:
             return self._algebra.equal(ours, theirs)
         return self._rational_and_not(ours, theirs, their_value is not None)
@@ -333,11 +416,55 @@ def _is_equation(node: Node) -> bool:
     return node.kind == "relation" and set(node.value) <= {"=", "≈"}
 
 
+def _canonical(node: Node) -> Node:
+    """``node`` with its ± written out, without what only says of which set it is, and its families as such."""
+    return _family(_spread_signs(_membership(_without_dots(node))))
+
+
 def _membership(node: Node) -> Node:
-    r"""``x \in S`` says S."""
+    r"""``x \in S`` says S, and so does ``\{x \mid x \in S\}``; ``P(3,4)`` says the point."""
+    if node.kind == "builder" and node.args[0].kind == "name":
+        member, condition = node.args
+        values = condition.args if condition.kind == "list" else (condition,)
+        if all(value.kind == "relation" and value.value == ("=",) and value.args[0] == member for value in values):
+            return Node("set", tuple(value.args[1] for value in values))
     if node.kind == "relation" and node.value == ("∈",) and _names_something(node.args[0]):
         return node.args[1]
+    if node.kind == "mul" and node.args[0].kind == "name" and node.args[0].value.isupper() and node.args[1].kind == "tuple":
+        return node.args[1]
     return node
+
+
+def _without_dots(node: Node) -> Node:
+    """``1,2,\\ldots,5`` as ``1,2,3,4,5``; a row without end by its first two numbers."""
+    values = [exact_or_none(item) for item in node.args] if node.kind in ("list", "set", "tuple") else []
+    if len(values) < 4 or node.args.count(_DOTS) != 1 or None in values[:2]:
+        return node
+    at, (first, second) = node.args.index(_DOTS), values[:2]
+    step = second - first
+    shown = [first + k * step for k in range(at)]
+    last = values[-1] if at == len(values) - 2 else None
+    if values[:at] != shown or not step or (last is None and at < len(values) - 1):
+        return node
+    if last is None:
+        return Node(node.kind, (*node.args[:2], _DOTS), node.value)
+    count = (last - first) / step
+    if count.denominator != 1 or not at <= count <= MAX_ITEMS:
+        return node
+    return Node(node.kind, tuple(number(first + k * step) for k in range(int(count) + 1)), node.value)
+
+
+def _family(node: Node) -> Node:
+    """A list of values and ``k \\in \\mathbb{Z}`` as the values for all k."""
+    if node.kind != "list":
+        return node
+    whole = [item for item in node.args if item.kind == "relation" and item.value == ("∈",) and item.args[1].kind == "domain"]
+    names = [item.args[0] for item in whole if item.args[1].value[0] in "ZN"]
+    values = [item for item in node.args if item not in whole]
+    if len(names) != 1 or not values:
+        return node
+    families = tuple(Node("family", (item,), names[0].value) if names[0] in walk(item) else item for item in values)
+    return families[0] if len(families) == 1 else Node("list", families)
 
 
 def _without_tuple_name(ours: Node, theirs: Node) -> tuple[Node, Node]:
@@ -372,7 +499,7 @@ def _spread_signs(node: Node) -> Node:
         if value.kind != "list" or node.args[1].kind == "list":
             return Node("relation", (node.args[0], value), ("=",))
         return Node("list", tuple(Node("relation", (node.args[0], item), ("=",)) for item in value.args))
-    if node.kind in ("tuple", "matrix", "word", "option", "and", "or", "comma"):
+    if node.kind in ("matrix", "word", "option", "and", "or", "comma"):
         return node
     count = sum(part.kind == "pm" for part in walk(node))
     if not 0 < count <= _MAX_SIGNS:
@@ -425,9 +552,29 @@ def _with_argument_of(ours: Sequence[Node], theirs: Sequence[Node]) -> tuple[Seq
     return ours, (ours[0], theirs[0])
 
 
-def _is_time(parts: Sequence[Fraction]) -> bool:
+def _is_time(ratio: Node) -> bool:
     """``9:24`` may be a time: it is not 3:8."""
-    return all(part.denominator == 1 for part in parts) and parts[0] <= 24 and all(9 < part < 60 for part in parts[1:])
+    parts = [exact_or_none(arg) for arg in ratio.args]
+    whole = None not in parts and all(part.denominator == 1 for part in parts)
+    return whole and parts[0] <= 24 and all(9 < part < 60 for part in parts[1:])
+
+
+def _minutes(time: Node) -> Fraction | None:
+    """The minutes since midnight at a time with "am" or "pm", or behind noon; None for others."""
+    parts = [exact_or_none(arg) for arg in time.args]
+    if None in parts or not (time.value or parts[0] > 12):
+        return None
+    hour = parts[0] % 12 + 12 * (time.value == "pm") if time.value else parts[0]
+    return sum((part / 60**k for k, part in enumerate(parts[1:])), hour * 60)
+
+
+def _exactly(node: Node) -> Node:
+    return Node("relation", node.args, tuple("=" if sign == "≈" else sign for sign in node.value))
+
+
+def _turned(node: Node) -> Node:
+    """``b > a`` as ``a < b``."""
+    return Node("relation", node.args[::-1], tuple(_TURNED.get(sign, sign) for sign in reversed(node.value)))
 
 
 def _name_first(node: Node) -> Node:
@@ -438,7 +585,7 @@ def _name_first(node: Node) -> Node:
 
 
 def _names_something(node: Node) -> bool:
-    r"""Whether ``node`` is a name or names put together (``x_1``, ``f(3)``, ``m+n``, ``AB^2``); ``2x-5`` is not."""
+    r"""Whether ``node`` is a name or names put together (``x_1``, ``f(3)``, ``m+n``, ``AB^2``); not ``2x`` or ``-x``."""
     kind, args = node.kind, node.args
     if kind in ("name", "word"):
         return True
@@ -448,7 +595,49 @@ def _names_something(node: Node) -> bool:
         return _names_something(args[0]) and plain(args[1]) is not None
     if kind == "mul" and args[0].kind == "name" and args[0].value[0].isupper() and len(args) == 2:
         return True  # `P(X>1)`, `A(3)`
-    return kind in ("add", "mul", "div", "neg", "tuple", "root") and all(map(_names_something, args))
+    if kind == "add":  # `a-b`
+        args = (args[0], *(arg.args[0] if arg.kind == "neg" else arg for arg in args[1:]))
+    return kind in ("add", "mul", "div", "tuple", "root", "ratio") and all(map(_names_something, args))
+
+
+def _commutes(word: Node) -> bool:
+    """Whether letters in italics are a product in any order: not if they can be spoken, as ``odd``, or are capitals."""
+    if not word.args or not all(part.value.islower() for part in walk(word.args[0]) if not part.args):
+        return False
+    return len(word.value) == 2 or not _VOWELS & set(word.value)
+
+
+def _vector(node: Node, other: Node) -> Node:
+    r"""``3\mathbf{i}-\mathbf{j}`` as ``(3,-1)`` beside a tuple or a matrix."""
+    if other.kind not in ("tuple", "matrix") or node.kind not in ("add", "mul", "neg", "name", "constant"):
+        return node
+    cells = dict.fromkeys("ijk")
+    for term in node.args if node.kind == "add" else (node,):
+        factors, sign = [term.args[0] if term.kind == "neg" else term], term.kind == "neg"
+        while factors[-1].kind == "mul":
+            factors[-1:] = factors[-1].args
+        base = factors.pop().value
+        base = base.split()[-1] if isinstance(base, str) else base
+        if base not in cells or cells[base] is not None:
+            return node
+        value = reduce(lambda one, two: Node("mul", (one, two)), factors) if factors else number(1)
+        cells[base] = negative(value) if sign else value
+    row = [number(0) if cell is None else cell for cell in cells.values()]
+    size = len(other.args)
+    return Node("tuple", tuple(row[:size]), "()") if size in (2, 3) and (size == 3 or cells["k"] is None) else node
+
+
+def _constants(ours: Node, theirs: Node) -> Iterator[Node]:
+    """Yield ``ours`` with its free constants named as those of ``theirs``: ``x^2+K`` as ``x^2+C``."""
+    names, their_names = ({part for part in walk(node) if part.kind == "name"} for node in (ours, theirs))
+    own, gold = sorted(names - their_names, key=str), sorted(their_names - names, key=str)
+    if 0 < len(own) == len(gold) <= 2 and all(re.fullmatch(r"[Cc](_\d)?", name.value) for name in gold):
+        if all(re.fullmatch(r"[A-DKck](_\d)?", name.value) for name in own):
+            for order in permutations(gold):
+                node = ours
+                for old, new in zip(own, order):
+                    node = replaced(node, old, new)
+                yield node
 
 
 def _split_unit(node: Node) -> tuple[Node, units.Unit | None]:

@@ -97,8 +97,12 @@ class Algebra:
         """Return whether two expressions are equal for all values of their variables."""
         raise NeedsWorker
 
-    def same_solutions(self, one: Node, other: Node) -> bool:
-        """Return whether two equations, written as differences, have the same solutions."""
+    def same_solutions(self, one: Node, other: Node, inequality: bool = False) -> bool:
+        """Return whether two relations, written as differences, have the same solutions."""
+        raise NeedsWorker
+
+    def same_family(self, one: Node, parameter: str, other: Node, its_parameter: str) -> bool:
+        """Return whether two expressions have the same values for all whole numbers as their parameters."""
         raise NeedsWorker
 
     def value(self, node: Node) -> Fraction | None:
@@ -257,7 +261,7 @@ def _factors(node: Node) -> Iterator[Node]:
 
 
 def _has_i(node: Node) -> bool:
-    return any(part.kind == "constant" and part.value == "i" for part in walk(node))
+    return any(part.value == ("i" if part.kind == "constant" else "cis") for part in walk(node))
 
 
 def _rational(node: Node) -> bool:
@@ -265,6 +269,9 @@ def _rational(node: Node) -> bool:
         return exact(node) is not None
     except TooLarge:
         return True
+
+
+_POLAR = ("cos", "sin", "cis")  # of `2(\\cos 60^\\circ+i\\sin 60^\\circ)`, which is a way to write a number
 
 
 def is_unfinished(node: Node) -> bool:
@@ -278,7 +285,7 @@ def is_unfinished(node: Node) -> bool:
     stack = [node]
     while stack:
         part = stack.pop()
-        if part.kind == "call" and not has_names(part):
+        if part.kind == "call" and not has_names(part) and not (part.value in _POLAR and _has_i(node)):
             return True
         if not symbolic and _leaves_arithmetic(part):
             return True
