@@ -309,7 +309,9 @@ class _Evaluator:
 
     def _over_range(self, node: Node) -> Value:
         """Return a short sum or product; else a number that two expressions share only if their terms agree."""
-        low, high = (_MP.inf if end.kind == "constant" and end.value == "infinity" else self.value(end) for end in node.args[:2])
+        low, high = (
+            _MP.inf if end.kind == "constant" and end.value == "infinity" else self.value(end) for end in node.args[:2]
+        )
         bound = f"bound {max((part.value for part in walk(node.args[2]) if part.kind == 'bound'), default=0)}"
 
         def term(at: Value) -> Value:

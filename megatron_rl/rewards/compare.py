@@ -297,7 +297,9 @@ class _Comparison:
                         return self._same_equation(_name_first(relation).args, _name_first(theirs).args)
                     if self._in_order(relation.args, theirs.args):
                         return True
-                    return len(theirs.value) == 1 and theirs.value[0] in _ORDER and self._same_difference(relation, theirs)
+                    return (
+                        len(theirs.value) == 1 and theirs.value[0] in _ORDER and self._same_difference(relation, theirs)
+                    )
             return False
         if theirs.kind == "relation":
             *left, value = _name_first(theirs).args
@@ -312,7 +314,9 @@ class _Comparison:
                 return False
             *left, exact_value = left
             value = value if self.equal(value, theirs) else exact_value
-        return self.equal(value, theirs) and all(_names_something(side) or self._loosely_equal(side, value) for side in left)
+        return self.equal(value, theirs) and all(
+            _names_something(side) or self._loosely_equal(side, value) for side in left
+        )
 
     def _same_difference(self, ours: Node, theirs: Node) -> bool:
         differences = (Node("add", (node.args[0], negative(node.args[1]))) for node in (ours, theirs))
@@ -327,7 +331,10 @@ class _Comparison:
                 return self.equal(ours[1], theirs[1])
             if "call" in kinds or (len(kinds) == 1 and "word" in kinds):
                 return False
-        sides = [tuple(side.args[0] if side.kind == "word" and side.args else side for side in both) for both in (ours, theirs)]
+        sides = [
+            tuple(side.args[0] if side.kind == "word" and side.args else side for side in both)
+            for both in (ours, theirs)
+        ]
         return self._same_difference(*(Node("relation", both, ("=",)) for both in sides))
 
     def _near(self, one: Node, other: Node) -> bool:
@@ -430,7 +437,12 @@ def _membership(node: Node) -> Node:
             return Node("set", tuple(value.args[1] for value in values))
     if node.kind == "relation" and node.value == ("∈",) and _names_something(node.args[0]):
         return node.args[1]
-    if node.kind == "mul" and node.args[0].kind == "name" and node.args[0].value.isupper() and node.args[1].kind == "tuple":
+    if (
+        node.kind == "mul"
+        and node.args[0].kind == "name"
+        and node.args[0].value.isupper()
+        and node.args[1].kind == "tuple"
+    ):
         return node.args[1]
     return node
 
@@ -458,7 +470,9 @@ def _family(node: Node) -> Node:
     """A list of values and ``k \\in \\mathbb{Z}`` as the values for all k."""
     if node.kind != "list":
         return node
-    whole = [item for item in node.args if item.kind == "relation" and item.value == ("∈",) and item.args[1].kind == "domain"]
+    whole = [
+        item for item in node.args if item.kind == "relation" and item.value == ("∈",) and item.args[1].kind == "domain"
+    ]
     names = [item.args[0] for item in whole if item.args[1].value[0] in "ZN"]
     values = [item for item in node.args if item not in whole]
     if len(names) != 1 or not values:

@@ -48,7 +48,7 @@ class Parser(AtomParser):
     def _separator(self) -> str:
         """Take and return one separator of items; "" if there is none. ``, and`` is "and"."""
         comma = ""
-        if self._take(",", ";"):
+        if self._text_at(1) not in (r"\\", r"\end") and self._take(",", ";"):
             comma = ","
         token = self._peek()
         if token and token.text in ("or", "and") and (token.kind != "letters" or token.roman or token.space or comma):
@@ -409,17 +409,46 @@ _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eig
 _ARTICLES = ("a", "an", "the")
 
 
+_VERDICTS = ("yes", "no", "true", "false")
+_MONTHS = words("january february march april may june july august september october november december")
+_EMPTY = frozenset(
+    words(
+        "nosolution nosolutions nosolutionexists nosolutionsexist norealsolution norealsolutions nosuchvalue nosuchvalues "
+        "norealnumber norealnumbers none emptyset nullset nullsolution noneexist noneexists inconsistent"
+    )
+)
+_REALS = frozenset(words("allrealnumbers allreals allrealvalues realnumbers everyrealnumber anyrealnumber setofrealnumbers"
+                         " allreal setofallrealnumbers allrealx anyrealx everyrealx"))  # fmt: skip
+_SAME_WORDS = {"dne": "doesnotexist", "limitdoesnotexist": "doesnotexist", "correct": "true", "incorrect": "false",
+               "infinitelymanysolutions": "infinitelymany", "infinitenumberofsolutions": "infinitelymany"}  # fmt: skip
+
+
 def word_key(tokens: list[Token] | tuple[Token, ...]) -> str:
-    """Return words as a key of lower-case letters and digits, without a leading article."""
+    """Return words as a key of lower-case letters and digits, without the article or the subject that they begin with.
+
+    ``The sequence is convergent`` is ``convergent``, ``There is no solution`` is ``no solution``.
+    """
     words = [token.text.casefold() for token in tokens if token.kind in ("letters", "number")]
+    at = max((k for k, word in enumerate(words[:-1]) if word in ("is", "are", "has", "have")), default=-1)
+    if at > 0 and words[0] in ("the", "it", "there", "this", "they") and "not" not in words[:at]:
+        words = words[at + 1 :]
     words = words[1:] if len(words) > 1 and words[0] in _ARTICLES and len(words[1]) > 1 else words
-    return "".join(words)
+    if any(word in _MONTHS for word in words):  # `5 March 2023`
+        words = sorted(
+            (word for word in words if word not in ("st", "nd", "rd", "th", "of")), key=lambda word: (len(word), word)
+        )
+    key = "".join(words)
+    return _SAME_WORDS.get(key, key)
 
 
 def phrase(tokens: tuple[Token, ...]) -> Node | None:
     """Return words, or a list of words and letters; None if the tokens are mathematics."""
     if not tokens or not all(_may_be_in_phrase(token) for token in tokens):
         return None
+    dated = [token.text.lower() for token in tokens if token.kind != "sign"]
+    if 1 < len(dated) < 5 and sum(word in _MONTHS for word in dated) == 1:
+        if all(word in _MONTHS or word.isdigit() or word in ("st", "nd", "rd", "th", "of") for word in dated):
+            return Node("word", value=word_key(tokens))
     items: list[list[Token]] = [[]]
     for position, token in enumerate(tokens):
         connective = (
@@ -432,9 +461,12 @@ def phrase(tokens: tuple[Token, ...]) -> Node | None:
             items[-1].append(token)
     nodes = [_phrase_item(item) for item in items]
     has_word = any(len(token.text) > 1 for token in tokens if token.kind == "letters")
+    joined = "and" if any(token.text in ("and", "or") for token in tokens) else None  # in any order
     if any(node is None for node in nodes) or not (has_word or any(node.kind == "word" for node in nodes)):
         return None
-    return nodes[0] if len(nodes) == 1 else Node("list", tuple(nodes))
+    if nodes[0].value in _VERDICTS and not any(node.value in _VERDICTS for node in nodes[1:]):
+        return nodes[0]  # `Yes, it converges`
+    return nodes[0] if len(nodes) == 1 else Node("list", tuple(nodes), joined)
 
 
 def _may_be_in_phrase(token: Token) -> bool:
@@ -458,7 +490,10 @@ def _phrase_item(tokens: list[Token]) -> Node | None:
         enclosed = tokens[0].text == "(" and tokens[-1].text == ")" and len(bare) == len(tokens) - 2
         if not long or (not enclosed and any(t.text in "()*!" for t in tokens if t.kind == "sign")):
             return None
-    return Node("word", _product_of_letters(tokens), word_key(bare))
+    key = word_key(bare)
+    if key in _EMPTY or key in _REALS:
+        return Node("empty") if key in _EMPTY else Node("domain", value="R")
+    return Node("word", _product_of_letters(tokens), key)
 
 
 def _product_of_letters(tokens: list[Token]) -> tuple[Node, ...]:

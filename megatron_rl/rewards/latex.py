@@ -144,7 +144,6 @@ _NAMES = {
 _LETTERS = {"imath": "i", "AA": "Å", "ell": "ℓ"}
 _CONNECTIVES = ("or", "and")
 _NEGATED = {"=": "!=", "∈": "∉", "!=": "=", "∉": "∈"}
-_BLACKBOARD = re.compile(r"\\(?:mathbb|Bbb)\s*\{?\s*([A-Z])\s*\}?")
 
 _TOKEN = re.compile(
     r"(?P<skip>\\[,;:>!()\[\]\s]|\\\Z|[\s~]+|\$)"
@@ -162,11 +161,63 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _PERIOD = re.compile(r"(\d)\1+$|(\d{2,12}?)\2{2,}$|^(\d{2,12}?)\3+$")  # of `0.1666...`
-_TIMES_TEN = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 _TAKES_ARGUMENT = {"^", "_", r"\frac", r"\sqrt", r"\binom"}
 _EULER = re.compile(r"(?<![\d.])\d+e[+-]\d(?!\d)")
-_HARD_COMMA = re.compile(r"(?<=\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3})")
+
+# Numbers in words: ``twenty-five``, ``one hundred and five``, ``two thirds``.
+_ONES = words(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+)
+_TENS = words("twenty thirty forty fifty sixty seventy eighty ninety")
+_VALUES = dict(zip(_ONES, range(20))) | dict(zip(_TENS, range(20, 100, 10)))
+_PARTS = {"half": 2, "halves": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7,
+          "eighth": 8, "ninth": 9, "tenth": 10}  # fmt: skip
+_TO_99 = rf"(?:(?:{'|'.join(_TENS)})(?:[ -](?:{'|'.join(_ONES[1:10])}))?|{'|'.join(reversed(_ONES))})"
+_TO_999 = rf"(?:(?:{'|'.join(_ONES[1:10])}) hundred(?:(?: and)? {_TO_99})?|{_TO_99})"
+_IN_WORDS = re.compile(
+    rf"(?<![\\A-Za-z]){_TO_999}(?: thousand(?:,?(?: and)? {_TO_999})?)?(?:[ -](?:{'|'.join(_PARTS)})s?)?(?![A-Za-z])",
+    re.IGNORECASE,
+)
+
+
+def _in_digits(match: re.Match[str]) -> str:
+    total = value = 0
+    part = ""
+    for word in re.findall("[a-z]+", match[0].lower()):
+        name = word if word in _PARTS else word.removesuffix("s")
+        if name in _PARTS:
+            part = f"/{_PARTS[name]}"
+        elif word == "thousand":
+            total, value = value * 1000, 0
+        else:
+            value = value * 100 if word == "hundred" else value + _VALUES.get(word, 0)
+    return f"{total + value}{part}"
+
+
+_TEXT = r"\s*(?:\\text\s*\{)?\s*"
+_REWRITTEN = (
+    (re.compile(r"\\(?:mathbb|Bbb)\s*\{?\s*([A-Z])\s*\}?"), r"\\\1 "),
+    (re.compile(r"(?<=\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3})"), ""),
+    (re.compile(r"\{:\}"), ":"),
+    (re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)"), "*"),
+    (_IN_WORDS, _in_digits),
+    (re.compile(r"(?<![\\A-Za-z])(?:negative|minus)(?=[\s}]*[\d\\(])", re.IGNORECASE), "-"),
+    (re.compile(rf"(?<=\d){_TEXT}(?:in|out of)\s*\}}?\s*(?=\d)"), "/"),  # `1 in 6`
+    (re.compile(rf"(?<=\d){_TEXT}to\s*\}}?\s*(?=\d)"), ":"),
+    (
+        re.compile(
+            rf",?\s*\(?{_TEXT}(?:(?:where|for|with) (?:any |all |every |each )?integers?\s*\}}?\s*\$?([a-z])\$?"
+            rf"|(?:where|for|with)?\s*\}}?\s*\$?\b([a-z])\$?{_TEXT}(?:is |being )?(?:an |any )integer\s*\}}?)\s*\)?$"
+        ),
+        lambda match: rf", {match[1] or match[2]}\in\Z ",
+    ),
+)
+
+
+_ABOUT = ("≈", "=", "about", "approximately", "roughly", "exactly", "approx", r"\therefore", r"\implies", r"\rightarrow",
+          r"\Rightarrow", r"\to", r"\sim")  # fmt: skip
 
 
 def may_be_euler(text: str) -> bool:
@@ -176,15 +227,18 @@ def may_be_euler(text: str) -> bool:
 
 def tokenize(text: str, euler: bool = False) -> tuple[Token, ...]:
     """Return the tokens of ``text`` without its layout. ``euler``: read ``2e-1`` as 2·e − 1. Raises `Unread`."""
-    text = _BLACKBOARD.sub(r"\\\1 ", plain_signs(text)).replace("{:}", ":")
-    text = _TIMES_TEN.sub("*", _HARD_COMMA.sub("", text))
-    tokens = _words_to_numbers(_merge_numbers(_Lexer(text, euler).tokens()))
+    text = plain_signs(text)
+    for pattern, spelling in _REWRITTEN:
+        text = pattern.sub(spelling, text)
+    tokens = _merge_numbers(_Lexer(text, euler).tokens())
     while tokens:
         last = tokens[-1]
         if last.text in (".", ",", ";", ":") or (last.text == "!" and last.space):
             tokens.pop()
         elif _is_group(tokens):
             tokens = tokens[1:-1]
+        elif tokens[0].text.lower() in _ABOUT:
+            tokens = tokens[1:]
         else:
             break
     return tuple(tokens)
@@ -261,7 +315,12 @@ class _Lexer:
             self._close()
         elif text == "...":
             self._emit("command", r"\ldots")
-        elif text == "!=" and not self._space and self._out and (self._out[-1].kind == "number" or self._out[-1].text in ")}"):
+        elif (
+            text == "!="
+            and not self._space
+            and self._out
+            and (self._out[-1].kind == "number" or self._out[-1].text in ")}")
+        ):
             self._emit("sign", "!")  # `5!=120`
             self._emit("sign", "=")
         else:
@@ -355,51 +414,6 @@ def _merge_numbers(tokens: list[Token]) -> list[Token]:
                 continue
         merged.append(token)
     return merged
-
-
-_SMALL = dict(zip(words(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"), range(20))) | dict(zip(words(
-    "twenty thirty forty fifty sixty seventy eighty ninety"), range(20, 100, 10)))  # fmt: skip
-_LARGE = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
-_PARTS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8,
-          "ninth": 9, "tenth": 10}  # fmt: skip
-_PARTS |= {f"{name}s": part for name, part in _PARTS.items()} | {"halves": 2}
-
-
-def _words_to_numbers(tokens: list[Token]) -> list[Token]:
-    """``twenty-five`` is 25, ``two thirds`` is 2/3, ``negative 3`` is -3."""
-    out: list[Token] = []
-    at = 0
-    while at < len(tokens):
-        token, start = tokens[at], at
-        value = total = 0
-        while at < len(tokens) and (word := tokens[at].text.lower()) in _SMALL | _LARGE:
-            if at > start and word in _SMALL and (value % 10 or not 20 <= value % 100 <= 90) and value % 100:
-                break
-            if word in _SMALL:
-                value += _SMALL[word]
-            else:
-                value = max(value, 1) * _LARGE[word] if at > start else 0
-                if value == 0:
-                    break
-                if word != "hundred":
-                    total, value = total + value, 0
-            hyphen = at + 2 < len(tokens) and tokens[at + 1].text in ("-", "and") and tokens[at + 2].text.lower() in _SMALL
-            at += 1 + (hyphen and (word not in _SMALL or _SMALL[word] >= 20))
-        if at > start:
-            out.append(Token("number", str(total + value), False, token.space))
-            at += at + 1 < len(tokens) and tokens[at].text == "-" and tokens[at + 1].text in _PARTS
-            if at < len(tokens) and tokens[at].text in _PARTS:
-                out += [Token("sign", "/"), Token("number", str(_PARTS[tokens[at].text]))]
-                at += 1
-        elif token.text in ("negative", "minus") and at + 1 < len(tokens) and not tokens[at + 1].text.isalpha():
-            out.append(Token("sign", "-"))
-            at += 1
-        else:
-            out.append(token)
-            at += 1
-    return out
 
 
 def join_thousands(tokens: tuple[Token, ...], at_top: bool) -> tuple[Token, ...]:

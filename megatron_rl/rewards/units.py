@@ -96,6 +96,7 @@ RADIAN = _WORD_UNITS["radian"]
 ARC_MINUTE, ARC_SECOND = _WORD_UNITS["arcmin"], _WORD_UNITS["arcsec"]
 CURRENCIES = {"$": _WORD_UNITS["dollar"], r"\euro": _WORD_UNITS["euro"], r"\pounds": _WORD_UNITS["gbp"],
               r"\yen": _WORD_UNITS["yen"], r"\rupee": _WORD_UNITS["rupee"]}  # fmt: skip
+_SCALES = (_WORD_UNITS["celsius"], _WORD_UNITS["fahrenheit"])
 COUNT = Unit()
 MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 LEADING_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
@@ -152,7 +153,9 @@ def is_counted(words: list[str]) -> bool:
 
 # Nouns that say no more than the number, and nouns of several things: `6 pairs` are not 6.
 _GENERIC = frozenset(
-    words("unit way number integer value solution possibility choice case item thing total time answer root piece digit")
+    words(
+        "unit way number integer value solution possibility choice case item thing total time answer root piece digit"
+    )
 )
 _GROUPS = frozenset(words("pair group couple set batch bunch team dozen pack packet bundle row stack score"))
 
@@ -165,7 +168,9 @@ def counted_unit(words: list[str]) -> Unit:
     noun = {"people": "person", "men": "man", "women": "woman", "children": "child", "vertices": "vertex", "mice": "mouse",
             "indices": "index", "matrices": "matrix", "geese": "goose"}.get(noun, noun)  # fmt: skip
     noun = noun[:-3] + "y" if noun.endswith("ies") else noun.removesuffix("s")
-    return COUNT if noun in _GENERIC else Unit(Fraction(1), ((f"{'groups' if noun in _GROUPS else 'things'} {noun}", 1),))
+    return (
+        COUNT if noun in _GENERIC else Unit(Fraction(1), ((f"{'groups' if noun in _GROUPS else 'things'} {noun}", 1),))
+    )
 
 
 def _qualifies(word: str) -> bool:
@@ -339,6 +344,8 @@ class UnitCursor(Cursor):
             return None, 0
         if not (token.roman or may_stand_bare(token.text) or (token.space and self._unit_letters)):
             return None, 0
+        if token.text.lower().startswith("degree") and (scale := unit_of(self._word_at(ahead + 1), True)) in _SCALES:
+            return scale, 2
         return unit_of(token.text, token.roman), 1
 
     def _unit_power(self) -> int:
