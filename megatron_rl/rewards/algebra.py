@@ -2,10 +2,10 @@ r"""Equality of expressions by their values at 120 digits. Only worker processes
 
 Two expressions without variables are equal if their values agree to 60 digits. Two with variables are equal if they
 agree at several points of both signs and several sizes; points where an expression has no real value do not count, and
-more points are drawn where few have one. Expressions with steps (``\lfloor x\rfloor``) must also agree at whole and half
-numbers, and for variables from i to n at whole numbers alone. For expressions as short as an answer, such agreement at
-arbitrary points is not a coincidence. There is no rewriting, so time and memory are bounded by the size of the
-expressions.
+more points are drawn where few have one. Expressions with steps (``\lfloor x\rfloor``) must also agree at whole and
+half numbers, and for variables from i to n at whole numbers alone. For expressions as short as an answer, such
+agreement at arbitrary points is not a coincidence. There is no rewriting, so time and memory are bounded by the size
+of the expressions.
 """
 
 from __future__ import annotations

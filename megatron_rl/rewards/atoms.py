@@ -38,7 +38,6 @@ _GREEK = frozenset(
     )
 )
 _ALIGNED = frozenset(words("aligned align gathered gather split eqnarray multline alignedat"))
-_IF = ("if", "for", "when", "where", "on")
 _PLAIN_NAMES = {"infinity": r"\infty", "inf": r"\infty", "oo": r"\infty", "pi": r"\pi"}
 _UNKNOWN_FUNCTIONS = frozenset("fghFGH")
 
@@ -137,7 +136,7 @@ class AtomParser(UnitCursor):
             return self._command(_PLAIN_NAMES[run][1:])
         if run == "sqrt" or run in _FUNCTIONS:
             return self._command(run)
-        if len(run) > 1 and (token.roman or len(run) > 5 or run.lower() in COMMON_WORDS):
+        if len(run) > 1 and (token.roman or len(run) > 5 or run in COMMON_WORDS):
             raise Unread(f"the word {run} in an expression")
         if len(run) > 1:
             self._position -= 1
@@ -350,6 +349,7 @@ class AtomParser(UnitCursor):
     def _brackets(self, opening: str) -> Node:
         r"""The bracket that was opened: a group, tuple, interval, set or set builder."""
         is_set = opening == r"\{"
+        outer, self._french = self._french, opening == "]"
         saved = self._inside(builder=is_set)
         items = []
         if not self._at(r"\}"):
@@ -364,6 +364,7 @@ class AtomParser(UnitCursor):
             items.append(self._item())
         closing = self._next().text
         self._outside(saved)
+        self._french = outer
         opening, closing = ("(" if opening == "]" else opening), (")" if closing == "[" else closing)  # `]0,1[`
         if is_set:
             if closing != r"\}":
@@ -409,52 +410,6 @@ class AtomParser(UnitCursor):
             return Node("list", tuple(row[0] for row in rows))
         matrix = Node("matrix", tuple(cell for row in rows for cell in row), len(rows[0]))
         return Node("call", (matrix,), "det") if name == "vmatrix" else matrix
-
-    def _aligned(self, name: str) -> Node:
-        """Rows of formulas as a list; a row that begins with "=" goes on with the one above it."""
-        end = next((k for k, t in enumerate(self._tokens) if k >= self._position and t.text == r"\end"), None)
-        rows = [token for token in self._tokens[self._position : end] if token.text != "&"]
-        rows = [t for t, after in zip(rows, [*rows[1:], None]) if t.text != r"\\" or (after and after.text != "=")]
-        self._tokens[self._position : end] = rows
-        items = [self._item()]
-        while not self._take(r"\end"):
-            self._take(",", ".", ";")
-            if self._take(r"\\") or not self._at(r"\end"):
-                items.append(self._item())
-        if self._spelled_argument() != name:
-            raise Unread("rows are not closed")
-        return items[0] if len(items) == 1 else Node("list", tuple(items))
-
-    def _cases(self) -> Node:
-        """A system of equations as a list, or values with their conditions."""
-        rows: list[Node] = []
-        while not self._take(r"\end"):
-            value, marks = self._item(), 0
-            while self._take("&", ",", ";", ".") or self._take_words(_IF):
-                marks += 1
-            if self._at(r"\end", r"\\"):
-                rows.append(value)
-            elif value.kind == "relation" or not marks:
-                rows.append(value)
-                self._take(r"\\")
-                continue
-            else:
-                otherwise = self._take_words(("otherwise", "else", "elsewhere"))
-                condition = Node("word", value="otherwise") if otherwise else self._items()
-                rows.append(Node("case", (value, condition)))
-            while self._take(",", ";", "."):
-                pass
-            if not self._take(r"\\") and not self._at(r"\end"):
-                raise Unread("a row of cases goes on")
-        if self._spelled_argument() != "cases":
-            raise Unread("cases are not closed")
-        is_system = not any(row.kind == "case" for row in rows)
-        return Node("list" if is_system else "cases", tuple(rows))
-
-    def _take_words(self, words: tuple[str, ...]) -> bool:
-        taken = self._word_at() in words
-        self._position += taken
-        return taken
 
     # Sums and integrals: the bound variable has no name.
 

@@ -6,14 +6,33 @@ different trees: ``(1,2)`` and ``(2,1)``, ``[0,1)`` and ``[0,1]``, *east* and *s
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fractions import Fraction
-from functools import lru_cache, reduce
-from itertools import permutations
+from functools import lru_cache
 
 from megatron_rl.rewards import units
+from megatron_rl.rewards.forms import (
+    MAX_ITEMS,
+    as_matrix,
+    as_vector,
+    canonical,
+    commutes,
+    constants,
+    exactly,
+    given_values,
+    in_radians,
+    is_equation,
+    is_infinite,
+    is_time,
+    minutes,
+    name_first,
+    names_something,
+    split_unit,
+    turned,
+    with_argument_of,
+    without_tuple_name,
+)
 from megatron_rl.rewards.grammar import readings
 from megatron_rl.rewards.latex import Unread, spelled, tokenize
 from megatron_rl.rewards.tree import (
@@ -29,18 +48,12 @@ from megatron_rl.rewards.tree import (
     negative,
     number,
     plain,
-    replaced,
     rounds_to,
     walk,
 )
 
-MAX_ITEMS = 64  # longest list that is compared in any order
-_MAX_SIGNS = 3  # largest number of ± in one value
 _NO_SCALARS = frozenset(["list", "tuple", "set", "matrix", "relation", "domain", "empty"])
-_DOTS = Node("name", value="ldots")
 _ORDER = ("<", ">", "<=", ">=")
-_TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
-_VOWELS = frozenset("aeiou")
 
 
 @lru_cache(maxsize=1024)
@@ -81,8 +94,8 @@ class _Comparison:
             return True
         if "option" in (ours.kind, theirs.kind):
             return self._same_option(ours, theirs)
-        ours, theirs = _canonical(self._without_middle(ours)), _canonical(theirs)
-        ours, theirs = _without_tuple_name(ours, theirs)
+        ours, theirs = canonical(self._without_middle(ours)), canonical(theirs)
+        ours, theirs = without_tuple_name(ours, theirs)
         if ours == theirs:
             return True
         kinds = {ours.kind, theirs.kind}
@@ -96,7 +109,7 @@ class _Comparison:
             return region
         if "relation" in kinds:
             return self._same_relation(ours, theirs)
-        ours, theirs = _vector(_matrix(ours), theirs), _vector(_matrix(theirs), ours)
+        ours, theirs = as_vector(as_matrix(ours), theirs), as_vector(as_matrix(theirs), ours)
         for some, rule in self._rules:
             if ours.kind in some or theirs.kind in some:
                 return rule(self, ours, theirs)
@@ -118,12 +131,12 @@ class _Comparison:
 
     def _same_word(self, ours: Node, theirs: Node) -> bool:
         if ours.kind == theirs.kind:
-            commute = _commutes(ours) and _commutes(theirs)
+            commute = commutes(ours) and commutes(theirs)
             return ours.value == theirs.value or (commute and sorted(ours.value) == sorted(theirs.value))
         word, other = (ours, theirs) if ours.kind == "word" else (theirs, ours)
         if not word.args:
             return other.kind == "relation" and other.value == ("=",) and self._same_relation(ours, theirs)
-        if not _commutes(word):
+        if not commutes(word):
             return word.args[0] == other
         return self.equal(*((word.args[0], other) if word is ours else (other, word.args[0])))
 
@@ -148,7 +161,7 @@ class _Comparison:
             return None
         if ours.kind == theirs.kind == "relation" and ours.value == theirs.value == ("=",):
             return None
-        if _is_equation(ours) or _is_equation(theirs):
+        if is_equation(ours) or is_equation(theirs):
             return None
         return one.pieces == other.pieces and (not one.variable or not other.variable or one.variable == other.variable)
 
@@ -163,7 +176,7 @@ class _Comparison:
         kinds = (ours.kind, theirs.kind)
         if kinds in (("list", "tuple"), ("tuple", "list")):
             plain_tuple = ours if ours.kind == "tuple" else theirs
-            items, their_items = (_given_values(node.args, other) for node, other in ((ours, theirs), (theirs, ours)))
+            items, their_items = (given_values(node.args, other) for node, other in ((ours, theirs), (theirs, ours)))
             return plain_tuple.value == "()" and self._in_order(items, their_items)
         if kinds[0] == kinds[1] == "tuple":
             return ours.value == theirs.value and self._in_order(ours.args, theirs.args)
@@ -185,22 +198,24 @@ class _Comparison:
             return self._same_relation(ours, theirs)
         if ours.kind != theirs.kind:
             ratio, other = (ours, theirs) if ours.kind == "ratio" else (theirs, ours)
-            if len(ratio.args) > 2 or ratio.value or _is_time(ratio) or other.kind in _NO_SCALARS:
+            if len(ratio.args) > 2 or ratio.value or is_time(ratio) or other.kind in _NO_SCALARS:
                 return False
             quotient = Node("div", ratio.args)
             return self._same_number(quotient, theirs) if ratio is ours else self._same_number(ours, quotient)
         if ours.value or theirs.value:
-            return _minutes(ours) is not None and _minutes(ours) == _minutes(theirs)
+            return minutes(ours) is not None and minutes(ours) == minutes(theirs)
         if len(ours.args) != len(theirs.args):
             return False
         if self._in_order(ours.args, theirs.args):
             return True
         parts = [exact(arg) for node in (ours, theirs) for arg in node.args]
-        if _is_time(theirs) or any(value is not None and value <= 0 for value in parts):
+        if is_time(theirs) or any(value is not None and value <= 0 for value in parts):
             return False
         (first, *_), (their_first, *_) = ours.args, theirs.args
-        pairs = ((Node("mul", (c, their_first)), Node("mul", (g, first))) for c, g in zip(ours.args, theirs.args))
-        return all(self._same_scalar(*pair) for pair in pairs)
+        return all(
+            self._same_scalar(Node("mul", (c, their_first)), Node("mul", (g, first)))
+            for c, g in zip(ours.args, theirs.args)
+        )
 
     def _same_cases(self, ours: Node, theirs: Node) -> bool:
         """Compare values with their conditions; one condition on a side may be "otherwise"."""
@@ -229,9 +244,9 @@ class _Comparison:
         if "list" in (ours.kind, theirs.kind):
             return ours.kind == theirs.kind and self._any_order(ours.args, theirs.args)
         sides = []
-        for node, other in ((ours, theirs), (theirs, ours)):
+        for node in (ours, theirs):
             value, parameter = (node.args[0], node.value) if node.kind == "family" else (node, "")
-            if value.kind == "relation" and value.value == ("=",) and _names_something(value.args[0]):
+            if value.kind == "relation" and value.value == ("=",) and names_something(value.args[0]):
                 value = value.args[1]
             if not parameter:
                 own = {part.value for part in walk(value) if part.kind == "name"} & set("kmnlj")
@@ -290,32 +305,30 @@ class _Comparison:
     def _same_relation(self, ours: Node, theirs: Node) -> bool:
         """Compare two relations, or a value with ``name = value`` on either side."""
         if ours.kind == theirs.kind:
-            theirs = _exactly(theirs)
-            for relation in (_exactly(ours), _turned(_exactly(ours))):
-                if relation.value == theirs.value:
-                    if relation.value == ("=",):
-                        return self._same_equation(_name_first(relation).args, _name_first(theirs).args)
-                    if self._in_order(relation.args, theirs.args):
-                        return True
-                    return (
-                        len(theirs.value) == 1 and theirs.value[0] in _ORDER and self._same_difference(relation, theirs)
-                    )
+            theirs = exactly(theirs)
+            for relation in (exactly(ours), turned(exactly(ours))):
+                if relation.value == theirs.value == ("=",):
+                    return self._same_equation(name_first(relation).args, name_first(theirs).args)
+                if relation.value == theirs.value and self._in_order(relation.args, theirs.args):
+                    return True
+                if relation.value == theirs.value and len(theirs.value) == 1 and theirs.value[0] in _ORDER:
+                    return self._same_difference(relation, theirs)
             return False
         if theirs.kind == "relation":
-            *left, value = _name_first(theirs).args
-            named = all(_names_something(side) or not has_names(side) for side in left)
+            *left, value = name_first(theirs).args
+            named = all(names_something(side) or not has_names(side) for side in left)
             return named and set(theirs.value) <= {"=", "≈"} and self.equal(ours, value)
         if any(sign not in ("=", "≈") for sign in ours.value):
             return False
-        chain = _name_first(ours)
+        chain = name_first(ours)
         *left, value = chain.args
-        if chain.value[-1] == "≈" and not _names_something(left[-1]):
+        if chain.value[-1] == "≈" and not names_something(left[-1]):
             if not self._near(left[-1], value):
                 return False
             *left, exact_value = left
             value = value if self.equal(value, theirs) else exact_value
         return self.equal(value, theirs) and all(
-            _names_something(side) or self._loosely_equal(side, value) for side in left
+            names_something(side) or self._loosely_equal(side, value) for side in left
         )
 
     def _same_difference(self, ours: Node, theirs: Node) -> bool:
@@ -325,7 +338,7 @@ class _Comparison:
     def _same_equation(self, ours: Sequence[Node], theirs: Sequence[Node]) -> bool:
         heads = ours[0], theirs[0]
         if all(head.kind in ("name", "word") or (head.kind == "call" and head.value in "fghFGH") for head in heads):
-            ours, heads = _with_argument_of(ours, theirs)
+            ours, heads = with_argument_of(ours, theirs)
             kinds = {head.kind for head in heads}
             if heads[0] == heads[1] or (kinds == {"name", "call"} and any(head.value == "y" for head in heads)):
                 return self.equal(ours[1], theirs[1])
@@ -345,7 +358,7 @@ class _Comparison:
     # Values.
 
     def _same_value(self, ours: Node, theirs: Node) -> bool:
-        (ours, our_unit), (theirs, their_unit) = _split_unit(ours), _split_unit(theirs)
+        (ours, our_unit), (theirs, their_unit) = split_unit(ours), split_unit(theirs)
         found = [unit for unit in (our_unit, their_unit) if unit and unit.dimensions]
         if found and "percent" in (ours.kind, theirs.kind):
             return False
@@ -356,7 +369,7 @@ class _Comparison:
             if our_unit.dimensions != their_unit.dimensions and not angles:
                 return False
             if angles:
-                return self._same_number(*_in_radians((ours, our_unit), (theirs, their_unit)))
+                return self._same_number(*in_radians((ours, our_unit), (theirs, their_unit)))
             if our_unit.factor != their_unit.factor:
                 return self._same_number(ours, theirs, our_unit.factor / their_unit.factor)
         if self._same_number(ours, theirs):
@@ -364,7 +377,7 @@ class _Comparison:
         if units.DEGREE in (our_unit, their_unit) and our_unit != their_unit:  # 60° is \pi/3
             plain_number = theirs if our_unit else ours
             has_pi = any(part.kind == "constant" and part.value == "pi" for part in walk(plain_number))
-            return has_pi and self._same_number(*_in_radians((ours, our_unit), (theirs, their_unit)))
+            return has_pi and self._same_number(*in_radians((ours, our_unit), (theirs, their_unit)))
         return False
 
     def _same_number(self, ours: Node, theirs: Node, factor: Fraction = Fraction(1)) -> bool:
@@ -392,7 +405,7 @@ class _Comparison:
             node.kind in ("list", "tuple", "set", "matrix", "relation", "domain", "empty") for node in (ours, theirs)
         ):
             return False
-        if any(_is_infinite(node) for node in (ours, theirs)):
+        if any(is_infinite(node) for node in (ours, theirs)):
             return ours == theirs
         our_value, their_value = exact(ours), exact(theirs)
         if our_value is not None and their_value is not None:
@@ -402,7 +415,7 @@ class _Comparison:
                 return our_value == their_value
             return rounds_to(their_value, decimals[0]) or rounds_to(our_value, decimals[1])
         if has_names(ours) or has_names(theirs):
-            return any(self._algebra.equal(node, theirs) for node in (ours, *_constants(ours, theirs)))
+            return any(self._algebra.equal(node, theirs) for node in (ours, *constants(ours, theirs)))
         if their_value is None and our_value is None:
             return self._algebra.equal(ours, theirs)
         return self._rational_and_not(ours, theirs, their_value is not None)
@@ -417,252 +430,3 @@ class _Comparison:
         if gold_is_rational and not self._accept_unevaluated and not is_unfinished(theirs):
             return False  # `e^{\ln 5}` for 5: a rational value must be written as a rational number
         return self._algebra.equal(ours, theirs)
-
-
-def _is_equation(node: Node) -> bool:
-    return node.kind == "relation" and set(node.value) <= {"=", "≈"}
-
-
-def _canonical(node: Node) -> Node:
-    """``node`` with its ± written out, without what only says of which set it is, and its families as such."""
-    return _family(_spread_signs(_membership(_without_dots(node))))
-
-
-def _membership(node: Node) -> Node:
-    r"""``x \in S`` says S, and so does ``\{x \mid x \in S\}``; ``P(3,4)`` says the point."""
-    if node.kind == "builder" and node.args[0].kind == "name":
-        member, condition = node.args
-        values = condition.args if condition.kind == "list" else (condition,)
-        if all(value.kind == "relation" and value.value == ("=",) and value.args[0] == member for value in values):
-            return Node("set", tuple(value.args[1] for value in values))
-    if node.kind == "relation" and node.value == ("∈",) and _names_something(node.args[0]):
-        return node.args[1]
-    if (
-        node.kind == "mul"
-        and node.args[0].kind == "name"
-        and node.args[0].value.isupper()
-        and node.args[1].kind == "tuple"
-    ):
-        return node.args[1]
-    return node
-
-
-def _without_dots(node: Node) -> Node:
-    """``1,2,\\ldots,5`` as ``1,2,3,4,5``; a row without end by its first two numbers."""
-    values = [exact_or_none(item) for item in node.args] if node.kind in ("list", "set", "tuple") else []
-    if len(values) < 4 or node.args.count(_DOTS) != 1 or None in values[:2]:
-        return node
-    at, (first, second) = node.args.index(_DOTS), values[:2]
-    step = second - first
-    shown = [first + k * step for k in range(at)]
-    last = values[-1] if at == len(values) - 2 else None
-    if values[:at] != shown or not step or (last is None and at < len(values) - 1):
-        return node
-    if last is None:
-        return Node(node.kind, (*node.args[:2], _DOTS), node.value)
-    count = (last - first) / step
-    if count.denominator != 1 or not at <= count <= MAX_ITEMS:
-        return node
-    return Node(node.kind, tuple(number(first + k * step) for k in range(int(count) + 1)), node.value)
-
-
-def _family(node: Node) -> Node:
-    """A list of values and ``k \\in \\mathbb{Z}`` as the values for all k."""
-    if node.kind != "list":
-        return node
-    whole = [
-        item for item in node.args if item.kind == "relation" and item.value == ("∈",) and item.args[1].kind == "domain"
-    ]
-    names = [item.args[0] for item in whole if item.args[1].value[0] in "ZN"]
-    values = [item for item in node.args if item not in whole]
-    if len(names) != 1 or not values:
-        return node
-    families = tuple(Node("family", (item,), names[0].value) if names[0] in walk(item) else item for item in values)
-    return families[0] if len(families) == 1 else Node("list", families)
-
-
-def _without_tuple_name(ours: Node, theirs: Node) -> tuple[Node, Node]:
-    """``(x,y)=(3,-2)`` says ``(3,-2)``, unless both name their tuple and by different names."""
-    equations = [node.kind == "relation" and node.value == ("=",) for node in (ours, theirs)]
-    heads = [node.args[0] if is_one else node for node, is_one in zip((ours, theirs), equations)]
-    named = [one and head.kind == "tuple" and _names_something(head) for one, head in zip(equations, heads)]
-    if all(named) and ours.args[0] != theirs.args[0]:
-        return ours, theirs
-    return (ours.args[1] if named[0] else ours), (theirs.args[1] if named[1] else theirs)
-
-
-def _given_values(items: Sequence[Node], other: Node) -> Sequence[Node]:
-    """``x=3, y=-2`` beside a tuple: its values, where the names are different and in their order."""
-    named = all(item.kind == "relation" and item.value == ("=",) and item.args[0].kind == "name" for item in items)
-    if not named or other.kind != "tuple":
-        return items
-    names = [item.args[0].value for item in items]
-    return [item.args[1] for item in items] if names == sorted(set(names)) else items
-
-
-def _spread_signs(node: Node) -> Node:
-    r"""``a \pm b`` is the list of ``a+b`` and ``a-b``; also inside a list or set."""
-    if node.kind in ("list", "set"):
-        items = []
-        for arg in node.args:
-            spread = _spread_signs(arg)
-            items += spread.args if spread.kind == "list" and arg.kind != "list" else [arg]
-        return Node(node.kind, tuple(items), node.value)
-    if node.kind == "relation" and node.value == ("=",):
-        value = _spread_signs(node.args[1])
-        if value.kind != "list" or node.args[1].kind == "list":
-            return Node("relation", (node.args[0], value), ("=",))
-        return Node("list", tuple(Node("relation", (node.args[0], item), ("=",)) for item in value.args))
-    if node.kind in ("matrix", "word", "option", "and", "or", "comma"):
-        return node
-    count = sum(part.kind == "pm" for part in walk(node))
-    if not 0 < count <= _MAX_SIGNS:
-        return node
-    linked = any(part.kind == "pm" and part.value == -1 for part in walk(node))
-    patterns = [(1,) * count, (-1,) * count] if linked or count == 1 else _sign_patterns(count)
-    return Node("list", tuple(_with_signs(node, list(pattern)) for pattern in patterns))
-
-
-def _sign_patterns(count: int) -> list[tuple[int, ...]]:
-    return [tuple(1 - 2 * (k >> j & 1) for j in range(count)) for k in range(1 << count)]
-
-
-def _with_signs(node: Node, signs: list[int]) -> Node:
-    if node.kind == "pm":
-        sign = signs.pop(0) * node.value
-        inner = _with_signs(node.args[0], signs)
-        return inner if sign == 1 else negative(inner)
-    return Node(node.kind, tuple(_with_signs(arg, signs) for arg in node.args), node.value)
-
-
-def _matrix(node: Node) -> Node:
-    r"""``\frac12 M`` and ``-M`` as matrices of products."""
-    if node.kind == "neg" and node.args[0].kind in ("matrix", "mul", "div"):
-        inner = _matrix(node.args[0])
-        return Node("matrix", tuple(map(negative, inner.args)), inner.value) if inner.kind == "matrix" else node
-    if node.kind in ("mul", "div") and "matrix" in (node.args[0].kind, node.args[1].kind):
-        at = int(node.args[1].kind == "matrix")
-        matrix, scalar = node.args[at], node.args[1 - at]
-        if scalar.kind == "matrix" or (node.kind == "div" and at == 1):
-            return node
-        cells = (Node("div", (c, scalar)) if node.kind == "div" else _scaled(scalar, c) for c in matrix.args)
-        return Node("matrix", tuple(cells), matrix.value)
-    return node
-
-
-def _scaled(scalar: Node, cell: Node) -> Node:
-    product = Node("mul", (scalar, cell))
-    value = exact_or_none(product)
-    return product if value is None else number(value)
-
-
-def _with_argument_of(ours: Sequence[Node], theirs: Sequence[Node]) -> tuple[Sequence[Node], tuple[Node, Node]]:
-    """``f(n) = n+1`` with the variable of ``f(x) = …``, and the two left sides."""
-    heads = ours[0], theirs[0]
-    calls = all(head.kind == "call" and len(head.args) == 1 and head.args[0].kind == "name" for head in heads)
-    if calls and heads[0].args != heads[1].args:
-        if heads[1].args[0] not in walk(ours[1]):
-            ours = [replaced(side, heads[0].args[0], heads[1].args[0]) for side in ours]
-    return ours, (ours[0], theirs[0])
-
-
-def _is_time(ratio: Node) -> bool:
-    """``9:24`` may be a time: it is not 3:8."""
-    parts = [exact_or_none(arg) for arg in ratio.args]
-    whole = None not in parts and all(part.denominator == 1 for part in parts)
-    return whole and parts[0] <= 24 and all(9 < part < 60 for part in parts[1:])
-
-
-def _minutes(time: Node) -> Fraction | None:
-    """The minutes since midnight at a time with "am" or "pm", or behind noon; None for others."""
-    parts = [exact_or_none(arg) for arg in time.args]
-    if None in parts or not (time.value or parts[0] > 12):
-        return None
-    hour = parts[0] % 12 + 12 * (time.value == "pm") if time.value else parts[0]
-    return sum((part / 60**k for k, part in enumerate(parts[1:])), hour * 60)
-
-
-def _exactly(node: Node) -> Node:
-    return Node("relation", node.args, tuple("=" if sign == "≈" else sign for sign in node.value))
-
-
-def _turned(node: Node) -> Node:
-    """``b > a`` as ``a < b``."""
-    return Node("relation", node.args[::-1], tuple(_TURNED.get(sign, sign) for sign in reversed(node.value)))
-
-
-def _name_first(node: Node) -> Node:
-    """``5 = x`` as ``x = 5``."""
-    if len(node.args) == 2 and _names_something(node.args[1]) and not _names_something(node.args[0]):
-        return Node("relation", node.args[::-1], node.value)
-    return node
-
-
-def _names_something(node: Node) -> bool:
-    r"""Whether ``node`` is a name or names put together (``x_1``, ``f(3)``, ``m+n``, ``AB^2``); not ``2x`` or ``-x``."""
-    kind, args = node.kind, node.args
-    if kind in ("name", "word"):
-        return True
-    if kind == "call":
-        return node.value in "fghFGH" or (bool(args) and all(map(_names_something, args)))
-    if kind == "pow":
-        return _names_something(args[0]) and plain(args[1]) is not None
-    if kind == "mul" and args[0].kind == "name" and args[0].value[0].isupper() and len(args) == 2:
-        return True  # `P(X>1)`, `A(3)`
-    if kind == "add":  # `a-b`
-        args = (args[0], *(arg.args[0] if arg.kind == "neg" else arg for arg in args[1:]))
-    return kind in ("add", "mul", "div", "tuple", "root", "ratio") and all(map(_names_something, args))
-
-
-def _commutes(word: Node) -> bool:
-    """Whether letters in italics are a product in any order: not if they can be spoken, as ``odd``, or are capitals."""
-    if not word.args or not all(part.value.islower() for part in walk(word.args[0]) if not part.args):
-        return False
-    return len(word.value) == 2 or not _VOWELS & set(word.value)
-
-
-def _vector(node: Node, other: Node) -> Node:
-    r"""``3\mathbf{i}-\mathbf{j}`` as ``(3,-1)`` beside a tuple or a matrix."""
-    if other.kind not in ("tuple", "matrix") or node.kind not in ("add", "mul", "neg", "name", "constant"):
-        return node
-    cells = dict.fromkeys("ijk")
-    for term in node.args if node.kind == "add" else (node,):
-        factors, sign = [term.args[0] if term.kind == "neg" else term], term.kind == "neg"
-        while factors[-1].kind == "mul":
-            factors[-1:] = factors[-1].args
-        base = factors.pop().value
-        base = base.split()[-1] if isinstance(base, str) else base
-        if base not in cells or cells[base] is not None:
-            return node
-        value = reduce(lambda one, two: Node("mul", (one, two)), factors) if factors else number(1)
-        cells[base] = negative(value) if sign else value
-    row = [number(0) if cell is None else cell for cell in cells.values()]
-    size = len(other.args)
-    return Node("tuple", tuple(row[:size]), "()") if size in (2, 3) and (size == 3 or cells["k"] is None) else node
-
-
-def _constants(ours: Node, theirs: Node) -> Iterator[Node]:
-    """Yield ``ours`` with its free constants named as those of ``theirs``: ``x^2+K`` as ``x^2+C``."""
-    names, their_names = ({part for part in walk(node) if part.kind == "name"} for node in (ours, theirs))
-    own, gold = sorted(names - their_names, key=str), sorted(their_names - names, key=str)
-    if 0 < len(own) == len(gold) <= 2 and all(re.fullmatch(r"[Cc](_\d)?", name.value) for name in gold):
-        if all(re.fullmatch(r"[A-DKck](_\d)?", name.value) for name in own):
-            for order in permutations(gold):
-                node = ours
-                for old, new in zip(own, order):
-                    node = replaced(node, old, new)
-                yield node
-
-
-def _split_unit(node: Node) -> tuple[Node, units.Unit | None]:
-    if node.kind == "neg" and node.args[0].kind == "quantity":
-        return negative(node.args[0].args[0]), node.args[0].value
-    return (node.args[0], node.value) if node.kind == "quantity" else (node, None)
-
-
-def _in_radians(*sides: tuple[Node, units.Unit | None]) -> list[Node]:
-    return [Node("quantity", (node,), unit) if unit == units.DEGREE else node for node, unit in sides]
-
-
-def _is_infinite(node: Node) -> bool:
-    return any(part.kind == "constant" and part.value == "infinity" for part in walk(node))

@@ -51,7 +51,8 @@ _SIGNS = {
     "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "…": r"\ldots ", "∧": r"\land ",
     "∨": r"\lor ", "¬": r"\neg ", "∠": r"\angle ", "△": r"\triangle ", "µ": r"\mu ", "Ω": r"\Omega ",
     "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}",
-    "€": r"\euro ", "£": r"\pounds ", "¥": r"\yen ", "￥": r"\yen ", "₹": r"\rupee ", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u3000": " ",
+    "€": r"\euro ", "£": r"\pounds ", "¥": r"\yen ", "￥": r"\yen ",
+    "₹": r"\rupee ", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u3000": " ",
 }  # fmt: skip
 _SUPERSCRIPT = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni"))
 _SUBSCRIPT = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n"))
@@ -65,9 +66,11 @@ _SCRIPTS = (
 _CHINESE_WORDS = {
     spelling: rf"\text{{ {meaning} }}"
     for meanings in (
-        "square=平方 cubic=立方 km=公里,千米 cm=厘米,公分 mm=毫米 m=米 dm=分米 kg=千克,公斤 g=克 mg=毫克 tonnes=吨 L=升 mL=毫升 hours=小时 "
-        "minutes=分钟 seconds=秒 days=天,日 weeks=周,星期 months=月,个月 years=年,岁 yuan=元,块,人民币 degrees=度 units=个,只,件,张,本,"
-        "种,次,条,辆,棵,支,枚,颗,位,名,块钱 people=人 or=或,或者 and=和,且,与 yes=是,对,正确 no=否,不是,错,错误 none=无解,空集",
+        "square=平方 cubic=立方 km=公里,千米 cm=厘米,公分 mm=毫米 m=米 dm=分米 kg=千克,公斤 g=克 mg=毫克 "
+        "tonnes=吨 L=升 mL=毫升 hours=小时 minutes=分钟 seconds=秒 days=天,日 weeks=周,星期 months=月,个月 "
+        "years=年,岁 yuan=元,块,块钱,人民币 degrees=度 people=人 or=或,或者 and=和,且,与 "
+        "units=个,只,件,张,本,种,次,条,辆,棵,支,枚,颗,位,名 "
+        "yes=是,对,正确 no=否,不是,错,错误 none=无解,空集",
     )
     for meaning, spellings in (entry.split("=") for entry in meanings.split())
     for spelling in spellings.split(",")
@@ -216,8 +219,8 @@ _REWRITTEN = (
 )
 
 
-_ABOUT = ("≈", "=", "about", "approximately", "roughly", "exactly", "approx", r"\therefore", r"\implies", r"\rightarrow",
-          r"\Rightarrow", r"\to", r"\sim")  # fmt: skip
+_ABOUT = ("≈", "=", "about", "approximately", "roughly", "exactly", "approx", r"\therefore", r"\implies",
+          r"\rightarrow", r"\Rightarrow", r"\to", r"\sim")  # fmt: skip
 
 
 def may_be_euler(text: str) -> bool:

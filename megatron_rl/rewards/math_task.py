@@ -6,10 +6,10 @@ the comparison.
 
 The final answer is found by searching strings, in linear time. The search begins after the last ``</think>``, and
 inside the last ``<answer>`` if there is one; a response that ends inside its thinking has no answer. The first rule
-that applies gives the answer: the last ``\boxed{…}`` that is not empty; the text after the last ``####``; the text after
-the last "answer is", "Answer:" or heading "Answer"; what the last sentence gives in bold or behind "so … is"; the whole
-text if it is short. Boxes with only "and", "or", names or punctuation between them are one answer: their list. A sign
-in front of a box belongs to it. A last box that is never closed is no answer, even if there are earlier boxes.
+that applies gives the answer: the last ``\boxed{…}`` that is not empty; the text after the last ``####``; the text
+after the last "answer is", "Answer:" or heading "Answer"; what the last sentence gives in bold or behind "so … is"; the
+whole text if it is short. Boxes with only "and", "or", names or punctuation between them are one answer: their list. A
+sign in front of a box belongs to it. A last box that is never closed is no answer, even if there are earlier boxes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_rl.rewards.compare import same, spelling
+from megatron_rl.rewards.forms import commutes
 from megatron_rl.rewards.grammar import readings
 from megatron_rl.rewards.pool import WorkerPool
 from megatron_rl.rewards.tree import Algebra, NeedsWorker, Node, exact_or_none
@@ -39,7 +40,8 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _MAX_BOXES = 16
 _NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w{1,9}\}?)?\s{0,9}+(?:=|\\in)\s{0,9}+"
 _BETWEEN_BOXES = re.compile(  # `\boxed{3} or x=\boxed{-5}`
-    rf"(?:\n\s{{0,9}}+[-*]\s|[\s,;&$~]|\\[(),;:!\[\] \\]|\\q?quad|and\b|or\b|\\text *\{{[ ,]*(?:and|or)?[ ,]*\}}|\b{_NAME})*+"
+    rf"(?:\n\s{{0,9}}+[-*]\s|[\s,;&$~]|\\[(),;:!\[\] \\]|\\q?quad|and\b|or\b"
+    rf"|\\text *\{{[ ,]*(?:and|or)?[ ,]*\}}|\b{_NAME})*+"
 )
 _SIGN = re.compile(r"(?:(?:[=≈$&]|\\[(\[]|\\approx|\b(?:is|are)\b)\s*)([-−+]|\\pm|\\mp)\s*$")
 _NAME_BEFORE = re.compile(rf"(?<![A-Za-z\\]){_NAME}$")
@@ -56,7 +58,8 @@ _MATH = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))  # opening an
 _WORDS = re.compile(r"[A-Za-z ]{0,80}")
 _CLAUSE = re.compile(r"(?:,?\s+|^)(?:which|because|since|so|where|when|by|as|that|thus|hence|in total)\b")
 _SUBJECT = re.compile(  # `it would take 180 days`, not `it is less than 6`
-    r"(?:it|there|they|we|you)\b(?: (?!(?:not|never|less|more|greater|fewer|least|most|over|under)\b)[a-z]+){1,5} (?=[\d$])",
+    r"(?:it|there|they|we|you)\b(?: (?!(?:not|never|less|more|greater|fewer|least|most|over|under)\b)[a-z]+){1,5} "
+    r"(?=[\d$])",
     re.IGNORECASE,
 )
 _DOUBLED, _SINGLE = re.compile(r"\\\\[A-Za-z{}]"), re.compile(r"(?<!\\)\\[A-Za-z{}]")
@@ -259,4 +262,4 @@ def _kind(reference: str) -> str:
 
 
 def _is_text(tree: Node) -> bool:
-    return (tree.kind == "word" and not tree.args) or (tree.kind == "list" and all(map(_is_text, tree.args)))
+    return (tree.kind == "word" and not commutes(tree)) or (tree.kind == "list" and all(map(_is_text, tree.args)))

@@ -333,7 +333,7 @@ DESCRIBE_SETS = frozenset(
 )
 _LINE: Pieces = (((-math.inf, 1), (math.inf, 0)),)
 _SAME = Fraction(1, 10**60)  # relative distance of values that are one value
-_TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!=", "=": "="}
+TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!=", "=": "="}
 
 
 @dataclass(frozen=True)
@@ -398,7 +398,7 @@ class RegionReader:
         if len(sides) == 2 and sides[0].kind == "call" and sides[0].value == "abs":
             return self._distance(sides[0].args[0], signs[0], sides[1])
         places = [k for k, side in enumerate(sides) if side.kind == "name"]
-        if len(places) != 1 or any(sign not in _TURNED for sign in signs) or len(signs) > 2:
+        if len(places) != 1 or any(sign not in TURNED for sign in signs) or len(signs) > 2:
             return None
         place = places[0]
         if len(signs) == 2 and (place != 1 or not _one_way(signs)):
@@ -408,7 +408,7 @@ class RegionReader:
             value = self._end(sides[k] if k < place else sides[k + 1])
             if value is None or (isinstance(value, float) and sign not in ("<", ">")):
                 return None
-            pieces = _intersection(pieces, _half_line(_TURNED[sign] if k < place else sign, value))
+            pieces = _intersection(pieces, _half_line(TURNED[sign] if k < place else sign, value))
         return Region(pieces, sides[place].value)
 
     def _distance(self, inside: Node, sign: str, bound: Node) -> Region | None:

@@ -59,7 +59,8 @@ _OTHER = (
     ("month months", 1, "month"), ("year years yr yrs", 12, "month"), ("lb lbs pound pounds", "453.59237", "g"),
     ("oz ounce ounces", "28.349523125", "g"), ("ton tons", 1, "ton"), ("tonne tonnes", 1000000, "g"),
     ("acre acres", "4046.8564224", "m2"), ("hectare hectares ha", 10000, "m2"),
-    ("gal gallon gallons", 8, "pint"), ("quart quarts", 2, "pint"), ("pint pints", 1, "pint"), ("cup cups", "1/2", "pint"),
+    ("gal gallon gallons", 8, "pint"), ("quart quarts", 2, "pint"), ("pint pints", 1, "pint"),
+    ("cup cups", "1/2", "pint"),
     ("atm", 101325000, "g m-1 s-2"), ("celsius", 1, "celsius"), ("fahrenheit", 1, "fahrenheit"),
     ("erg ergs", 1, "erg"), ("dyne dynes dyn", 1, "dyne"), ("angstrom angstroms Å", "1e-10", "m"),
     ("ly", 1, "light year"), ("AU au", 1, "au"), ("rpm", 1, "rpm"), ("kn knot knots", 1, "knot"),
@@ -165,8 +166,8 @@ def counted_unit(words: list[str]) -> Unit:
     words = words[: words.index("of")] if "of" in words else words
     words = words[:-1] if len(words) > 1 and words[-1] in _TRAILING else words
     noun = words[-1]
-    noun = {"people": "person", "men": "man", "women": "woman", "children": "child", "vertices": "vertex", "mice": "mouse",
-            "indices": "index", "matrices": "matrix", "geese": "goose"}.get(noun, noun)  # fmt: skip
+    noun = {"people": "person", "men": "man", "women": "woman", "children": "child", "vertices": "vertex",
+            "mice": "mouse", "indices": "index", "matrices": "matrix", "geese": "goose"}.get(noun, noun)  # fmt: skip
     noun = noun[:-3] + "y" if noun.endswith("ies") else noun.removesuffix("s")
     return (
         COUNT if noun in _GENERIC else Unit(Fraction(1), ((f"{'groups' if noun in _GROUPS else 'things'} {noun}", 1),))
@@ -207,6 +208,7 @@ class Cursor:
         self._position = 0
         self._depth = 0
         self._unit_letters = unit_letters
+        self._french = False  # whether the bracket at hand is that of `]0,1[`
 
     def _peek(self, ahead: int = 0) -> Token | None:
         at = self._position + ahead

@@ -15,6 +15,26 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 TANGLES = st.lists(PIECES, max_size=30).map("".join)
 TEXTS = TANGLES | st.text(max_size=80)
+_ATOMS = st.sampled_from(
+    ["x", "n", "k", "ab", "2", "-3", "0.5", r"\pi", "e", "i", "100000", "10^{7000}", r"\infty", r"\text{ cm}",
+     r"\text{six}",
+     r"0.\overline{3}", "0.(27)", r"\mathbb{Z}", r"\text{ apples}", r"\ldots", "2023", r"30^\circ 15'", "是"]
+)  # fmt: skip
+_SHAPES = st.sampled_from(
+    ["{}+{}", "{}{}", "{}-{}", r"{}\cdot {}", r"\frac{{{}}}{{{}}}", "({})^{{{}}}", "{}^{{{}}}", r"\sqrt[{}]{{{}}}",
+     "({},{})",
+     "[{},{})", r"\{{{},{}\}}", "{}={}", "{}<{}", "{}:{}", r"\binom{{{}}}{{{}}}", "({})!{}", r"\lfloor {}\rfloor {}",
+     r"{}\pm {}",
+     r"{}\equiv {}\pmod 7", r"\log_{{{}}} {}", r"\sin({}){}", "{}, {}", r"{}\text{{ or }}{}", r"\sum_{{k=1}}^{{{}}} {}",
+     r"\int_0^{{{}}} {} dx", r"\begin{{cases}}{} & x>0\\ {}\end{{cases}}", r"\begin{{pmatrix}}{}\\{}\end{{pmatrix}}",
+     r"\begin{{aligned}}{}&={}\end{{aligned}}", r"{}\in {}", "|{}|{}", r"{}\text{{ ft }}{}\text{{ in}}", r"{}\%{}",
+     "{}/{}"]
+)  # fmt: skip
+FORMULAS = st.recursive(
+    _ATOMS,
+    lambda inner: st.builds(lambda shape, one, other: shape.format(one, other), _SHAPES, inner, inner),
+    max_leaves=12,
+)
 SMALL = settings(max_examples=300)
 
 

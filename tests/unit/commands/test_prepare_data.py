@@ -133,7 +133,7 @@ def test_what_counts_as_the_same_problem():
 
 def test_gold_answers_are_told_apart():
     kinds = classify(
-        ["38", "-1{,}234.5", r"\frac{\pi}{3}", r"(1, \sqrt{2})", r"\text{east}", "Evelyn", r"\sum_{k=1}^n k", ""]
+        ["38", "-1{,}234.5", r"\frac{\pi}{3}", r"(1, \sqrt{2})", r"\text{east}", "Evelyn", r"\lim_{n} a_n", ""]
     )
     assert [kinds[g] for g in ("38", "-1{,}234.5", r"\frac{\pi}{3}", r"(1, \sqrt{2})")] == [
         "number",
@@ -141,7 +141,7 @@ def test_gold_answers_are_told_apart():
         "expression",
         "expression",
     ]
-    assert [kinds[g] for g in (r"\text{east}", "Evelyn", r"\sum_{k=1}^n k", "")] == [
+    assert [kinds[g] for g in (r"\text{east}", "Evelyn", r"\lim_{n} a_n", "")] == [
         "text",
         "text",
         "spelling",

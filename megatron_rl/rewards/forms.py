@@ -1,0 +1,266 @@
+"""Forms of answers: the same answer in one shape, and what a part of an answer is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import reduce
+from itertools import permutations
+
+from megatron_rl.rewards import units
+from megatron_rl.rewards.tree import TURNED, Node, exact_or_none, negative, number, plain, replaced, walk
+
+MAX_ITEMS = 64  # longest list that is compared in any order
+_MAX_SIGNS = 3  # largest number of ± in one value
+_DOTS = Node("name", value="ldots")
+_VOWELS = frozenset("aeiou")
+
+
+def is_equation(node: Node) -> bool:
+    return node.kind == "relation" and set(node.value) <= {"=", "≈"}
+
+
+def canonical(node: Node) -> Node:
+    """``node`` with its ± written out, without what only says of which set it is, and its families as such."""
+    return _family(_spread_signs(_membership(_without_dots(node))))
+
+
+def _membership(node: Node) -> Node:
+    r"""``x \in S`` says S, and so does ``\{x \mid x \in S\}``; ``P(3,4)`` says the point."""
+    if node.kind == "builder" and node.args[0].kind == "name":
+        member, condition = node.args
+        values = condition.args if condition.kind == "list" else (condition,)
+        if all(value.kind == "relation" and value.value == ("=",) and value.args[0] == member for value in values):
+            return Node("set", tuple(value.args[1] for value in values))
+    if node.kind == "relation" and node.value == ("∈",) and names_something(node.args[0]):
+        return node.args[1]
+    if (
+        node.kind == "mul"
+        and node.args[0].kind == "name"
+        and node.args[0].value.isupper()
+        and node.args[1].kind == "tuple"
+    ):
+        return node.args[1]
+    return node
+
+
+def _without_dots(node: Node) -> Node:
+    """``1,2,\\ldots,5`` as ``1,2,3,4,5``; a row without end by its first two numbers."""
+    values = [exact_or_none(item) for item in node.args] if node.kind in ("list", "set", "tuple") else []
+    if len(values) < 4 or node.args.count(_DOTS) != 1 or None in values[:2]:
+        return node
+    at, (first, second) = node.args.index(_DOTS), values[:2]
+    step = second - first
+    shown = [first + k * step for k in range(at)]
+    last = values[-1] if at == len(values) - 2 else None
+    if values[:at] != shown or not step or (last is None and at < len(values) - 1):
+        return node
+    if last is None:
+        return Node(node.kind, (*node.args[:2], _DOTS), node.value)
+    count = (last - first) / step
+    if count.denominator != 1 or not at <= count <= MAX_ITEMS:
+        return node
+    return Node(node.kind, tuple(number(first + k * step) for k in range(int(count) + 1)), node.value)
+
+
+def _family(node: Node) -> Node:
+    """A list of values and ``k \\in \\mathbb{Z}`` as the values for all k."""
+    if node.kind != "list":
+        return node
+    whole = [
+        item for item in node.args if item.kind == "relation" and item.value == ("∈",) and item.args[1].kind == "domain"
+    ]
+    names = [item.args[0] for item in whole if item.args[1].value[0] in "ZN"]
+    values = [item for item in node.args if item not in whole]
+    if len(names) != 1 or not values:
+        return node
+    families = tuple(Node("family", (item,), names[0].value) if names[0] in walk(item) else item for item in values)
+    return families[0] if len(families) == 1 else Node("list", families)
+
+
+def without_tuple_name(ours: Node, theirs: Node) -> tuple[Node, Node]:
+    """``(x,y)=(3,-2)`` says ``(3,-2)``, unless both name their tuple and by different names."""
+    equations = [node.kind == "relation" and node.value == ("=",) for node in (ours, theirs)]
+    heads = [node.args[0] if is_one else node for node, is_one in zip((ours, theirs), equations)]
+    named = [one and head.kind == "tuple" and names_something(head) for one, head in zip(equations, heads)]
+    if all(named) and ours.args[0] != theirs.args[0]:
+        return ours, theirs
+    return (ours.args[1] if named[0] else ours), (theirs.args[1] if named[1] else theirs)
+
+
+def given_values(items: Sequence[Node], other: Node) -> Sequence[Node]:
+    """``x=3, y=-2`` beside a tuple: its values, where the names are different and in their order."""
+    named = all(item.kind == "relation" and item.value == ("=",) and item.args[0].kind == "name" for item in items)
+    if not named or other.kind != "tuple":
+        return items
+    names = [item.args[0].value for item in items]
+    return [item.args[1] for item in items] if names == sorted(set(names)) else items
+
+
+def _spread_signs(node: Node) -> Node:
+    r"""``a \pm b`` is the list of ``a+b`` and ``a-b``; also inside a list or set."""
+    if node.kind in ("list", "set"):
+        items = []
+        for arg in node.args:
+            spread = _spread_signs(arg)
+            items += spread.args if spread.kind == "list" and arg.kind != "list" else [arg]
+        return Node(node.kind, tuple(items), node.value)
+    if node.kind == "relation" and node.value == ("=",):
+        value = _spread_signs(node.args[1])
+        if value.kind != "list" or node.args[1].kind == "list":
+            return Node("relation", (node.args[0], value), ("=",))
+        return Node("list", tuple(Node("relation", (node.args[0], item), ("=",)) for item in value.args))
+    if node.kind in ("matrix", "word", "option", "and", "or", "comma"):
+        return node
+    count = sum(part.kind == "pm" for part in walk(node))
+    if not 0 < count <= _MAX_SIGNS:
+        return node
+    linked = any(part.kind == "pm" and part.value == -1 for part in walk(node))
+    patterns = [(1,) * count, (-1,) * count] if linked or count == 1 else _sign_patterns(count)
+    return Node("list", tuple(_with_signs(node, list(pattern)) for pattern in patterns))
+
+
+def _sign_patterns(count: int) -> list[tuple[int, ...]]:
+    return [tuple(1 - 2 * (k >> j & 1) for j in range(count)) for k in range(1 << count)]
+
+
+def _with_signs(node: Node, signs: list[int]) -> Node:
+    if node.kind == "pm":
+        sign = signs.pop(0) * node.value
+        inner = _with_signs(node.args[0], signs)
+        return inner if sign == 1 else negative(inner)
+    return Node(node.kind, tuple(_with_signs(arg, signs) for arg in node.args), node.value)
+
+
+def as_matrix(node: Node) -> Node:
+    r"""``\frac12 M`` and ``-M`` as matrices of products."""
+    if node.kind == "neg" and node.args[0].kind in ("matrix", "mul", "div"):
+        inner = as_matrix(node.args[0])
+        return Node("matrix", tuple(map(negative, inner.args)), inner.value) if inner.kind == "matrix" else node
+    if node.kind in ("mul", "div") and "matrix" in (node.args[0].kind, node.args[1].kind):
+        at = int(node.args[1].kind == "matrix")
+        matrix, scalar = node.args[at], node.args[1 - at]
+        if scalar.kind == "matrix" or (node.kind == "div" and at == 1):
+            return node
+        cells = (Node("div", (c, scalar)) if node.kind == "div" else _scaled(scalar, c) for c in matrix.args)
+        return Node("matrix", tuple(cells), matrix.value)
+    return node
+
+
+def _scaled(scalar: Node, cell: Node) -> Node:
+    product = Node("mul", (scalar, cell))
+    value = exact_or_none(product)
+    return product if value is None else number(value)
+
+
+def with_argument_of(ours: Sequence[Node], theirs: Sequence[Node]) -> tuple[Sequence[Node], tuple[Node, Node]]:
+    """``f(n) = n+1`` with the variable of ``f(x) = …``, and the two left sides."""
+    heads = ours[0], theirs[0]
+    calls = all(head.kind == "call" and len(head.args) == 1 and head.args[0].kind == "name" for head in heads)
+    if calls and heads[0].args != heads[1].args and heads[1].args[0] not in walk(ours[1]):
+        ours = [replaced(side, heads[0].args[0], heads[1].args[0]) for side in ours]
+    return ours, (ours[0], theirs[0])
+
+
+def is_time(ratio: Node) -> bool:
+    """``9:24`` may be a time: it is not 3:8."""
+    parts = [exact_or_none(arg) for arg in ratio.args]
+    whole = None not in parts and all(part.denominator == 1 for part in parts)
+    return whole and parts[0] <= 24 and all(9 < part < 60 for part in parts[1:])
+
+
+def minutes(time: Node) -> Fraction | None:
+    """The minutes since midnight at a time with "am" or "pm", or behind noon; None for others."""
+    parts = [exact_or_none(arg) for arg in time.args]
+    if None in parts or not (time.value or parts[0] > 12):
+        return None
+    hour = parts[0] % 12 + 12 * (time.value == "pm") if time.value else parts[0]
+    return sum((part / 60**k for k, part in enumerate(parts[1:])), hour * 60)
+
+
+def exactly(node: Node) -> Node:
+    return Node("relation", node.args, tuple("=" if sign == "≈" else sign for sign in node.value))
+
+
+def turned(node: Node) -> Node:
+    """``b > a`` as ``a < b``."""
+    return Node("relation", node.args[::-1], tuple(TURNED.get(sign, sign) for sign in reversed(node.value)))
+
+
+def name_first(node: Node) -> Node:
+    """``5 = x`` as ``x = 5``."""
+    if len(node.args) == 2 and names_something(node.args[1]) and not names_something(node.args[0]):
+        return Node("relation", node.args[::-1], node.value)
+    return node
+
+
+def names_something(node: Node) -> bool:
+    r"""Whether ``node`` is a name or names put together (``x_1``, ``f(3)``, ``m+n``, ``AB^2``); not ``-x``."""
+    kind, args = node.kind, node.args
+    if kind in ("name", "word"):
+        return True
+    if kind == "call":
+        return node.value in "fghFGH" or (bool(args) and all(map(names_something, args)))
+    if kind == "pow":
+        return names_something(args[0]) and plain(args[1]) is not None
+    if kind == "mul" and args[0].kind == "name" and args[0].value[0].isupper() and len(args) == 2:
+        return True  # `P(X>1)`, `A(3)`
+    if kind == "add":  # `a-b`
+        args = (args[0], *(arg.args[0] if arg.kind == "neg" else arg for arg in args[1:]))
+    return kind in ("add", "mul", "div", "tuple", "root", "ratio") and all(map(names_something, args))
+
+
+def commutes(word: Node) -> bool:
+    """Whether letters in italics are a product in any order: not if they can be spoken, as ``odd``, or are capitals."""
+    if not word.args or not all(part.value.islower() for part in walk(word.args[0]) if not part.args):
+        return False
+    return len(word.value) == 2 or not _VOWELS & set(word.value)
+
+
+def as_vector(node: Node, other: Node) -> Node:
+    r"""``3\mathbf{i}-\mathbf{j}`` as ``(3,-1)`` beside a tuple or a matrix."""
+    if other.kind not in ("tuple", "matrix") or node.kind not in ("add", "mul", "neg", "name", "constant"):
+        return node
+    cells = dict.fromkeys("ijk")
+    for term in node.args if node.kind == "add" else (node,):
+        factors, sign = [term.args[0] if term.kind == "neg" else term], term.kind == "neg"
+        while factors[-1].kind == "mul":
+            factors[-1:] = factors[-1].args
+        base = factors.pop().value
+        base = base.split()[-1] if isinstance(base, str) else base
+        if base not in cells or cells[base] is not None:
+            return node
+        value = reduce(lambda one, two: Node("mul", (one, two)), factors) if factors else number(1)
+        cells[base] = negative(value) if sign else value
+    row = [number(0) if cell is None else cell for cell in cells.values()]
+    size = len(other.args)
+    return Node("tuple", tuple(row[:size]), "()") if size in (2, 3) and (size == 3 or cells["k"] is None) else node
+
+
+def constants(ours: Node, theirs: Node) -> Iterator[Node]:
+    """Yield ``ours`` with its free constants named as those of ``theirs``: ``x^2+K`` as ``x^2+C``."""
+    names, their_names = ({part for part in walk(node) if part.kind == "name"} for node in (ours, theirs))
+    own, gold = sorted(names - their_names, key=str), sorted(their_names - names, key=str)
+    if not 0 < len(own) == len(gold) <= 2 or not all(re.fullmatch(r"[Cc](_\d)?", name.value) for name in gold):
+        return
+    if all(re.fullmatch(r"[A-DKck](_\d)?", name.value) for name in own):
+        for order in permutations(gold):
+            node = ours
+            for old, new in zip(own, order):
+                node = replaced(node, old, new)
+            yield node
+
+
+def split_unit(node: Node) -> tuple[Node, units.Unit | None]:
+    if node.kind == "neg" and node.args[0].kind == "quantity":
+        return negative(node.args[0].args[0]), node.args[0].value
+    return (node.args[0], node.value) if node.kind == "quantity" else (node, None)
+
+
+def in_radians(*sides: tuple[Node, units.Unit | None]) -> list[Node]:
+    return [Node("quantity", (node,), unit) if unit == units.DEGREE else node for node, unit in sides]
+
+
+def is_infinite(node: Node) -> bool:
+    return any(part.kind == "constant" and part.value == "infinity" for part in walk(node))
