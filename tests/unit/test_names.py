@@ -27,7 +27,9 @@ DOORS = {
     "exact.kernels": ("exact.kernel_ops", "exact.kernels.*"),
     "learner.learner": ("learner.passes",),
     "model.families": ("model.families.*",),
-    "rewards.math_task": tuple(f"rewards.{part}" for part in ("atoms", "grammar", "latex", "tree", "units")),
+    "rewards.math_task": tuple(
+        f"rewards.{part}" for part in ("atoms", "forms", "grammar", "latex", "phrases", "tree", "units")
+    ),
     "rollout.servers.client": ("rollout.servers.rendezvous",),
     "rollout.vllm_engine": ("rollout.worker_extension",),
     "run.prepare": ("learner.compare_logits",),
