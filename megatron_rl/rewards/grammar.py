@@ -25,6 +25,7 @@ _NO_FACTOR = frozenset(
 )
 _EXPRESSIONS = frozenset(words("add mul div divide neg pow root pm call percent quantity"))
 _IF = ("if", "for", "when", "where", "on")
+_BEHIND = frozenset("^!°'\"")
 _CLOSING = {"(": ")", "[": "]", r"\{": r"\}", "{": "}"}
 
 
@@ -262,6 +263,8 @@ class Parser(AtomParser):
             return Node("date", value=date)
         node = self._power()
         while True:
+            if self._peek() is None:
+                return node
             if self._take("*"):
                 node = Node("mul", (node, self._factor()))
             elif self._take("/"):
@@ -328,6 +331,8 @@ class Parser(AtomParser):
     def _power(self) -> Node:
         node = self._atom()
         while True:
+            if self._text_at() not in _BEHIND:
+                return node
             if self._at("^"):
                 self._position += 1
                 if node.kind == "number" and (self._at("'") or (self._at("{") and self._text_at(1) == "'")):

@@ -199,6 +199,8 @@ def _in_digits(match: re.Match[str]) -> str:
     return f"{total + value}{part}"
 
 
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")  # not a command
+_WITHOUT_WORDS = 4  # patterns that also change texts without words
 _TEXT = r"\s*(?:\\text\s*\{)?\s*"
 _REWRITTEN = (
     (re.compile(r"\\(?:mathbb|Bbb)\s*\{?\s*([A-Z])\s*\}?"), r"\\\1 "),
@@ -231,7 +233,7 @@ def may_be_euler(text: str) -> bool:
 def tokenize(text: str, euler: bool = False) -> tuple[Token, ...]:
     """Return the tokens of ``text`` without its layout. ``euler``: read ``2e-1`` as 2·e − 1. Raises `Unread`."""
     text = plain_signs(text)
-    for pattern, spelling in _REWRITTEN:
+    for pattern, spelling in _REWRITTEN if _WORD.search(text) else _REWRITTEN[:_WITHOUT_WORDS]:
         text = pattern.sub(spelling, text)
     tokens = _merge_numbers(_Lexer(text, euler).tokens())
     while tokens:
