@@ -16,7 +16,7 @@ from megatron_rl.commands.arguments import COUNT, output_file
 from megatron_rl.errors import EXIT_DONE, InputError
 
 GROUPS = {
-    "recipe": "List recipe keys, translate another project's script, trace a learner without GPUs",
+    "recipe": "List recipe keys, translate another project's script",
     "run": "Look at a run, while it goes on or afterwards",
     "batch": "Analyse one stored batch of a run",
     "paper": "Repeat a measurement of a paper with your model",
@@ -39,7 +39,6 @@ COMMANDS = {
     "recipe from-verl": "Translate a launch script or configuration of verl into a recipe.",
     "recipe from-slime": "Translate a launch script of slime into a recipe.",
     "recipe from-nemo-rl": "Translate a configuration of NeMo-RL into a recipe.",
-    "recipe trace": "Run a recipe's learner as one rank of its job, without GPUs, and count bytes.",
     "run watch": "Watch runs in the terminal or on a local page.",
     "run samples": "Print sampled responses of a run.",
     "run plot": "Draw the curves of several runs over each other.",
@@ -64,7 +63,7 @@ COMMANDS = {
 MODULES = {
     "train": ("train", "eval", "serve"),
     "doctor": ("doctor", "parity"),
-    "recipe": ("check", "plan", "schema", "from_verl", "from_slime", "from_nemo_rl", "trace"),
+    "recipe": ("check", "plan", "schema", "from_verl", "from_slime", "from_nemo_rl"),
     "run": ("watch", "samples", "plot", "servers"),
     "why": ("why", "branch", "score_alarms"),
     "batch": ("replay", "attribute", "experts", "gradient_bias", "import_dump"),

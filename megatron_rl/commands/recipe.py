@@ -1,14 +1,13 @@
-"""Commands on a recipe: `check`, `plan`, `recipe schema`, `recipe trace` and translations."""
+"""Commands on a recipe: `check`, `plan`, `recipe schema` and translations."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import sys
 
 from megatron_rl.commands import GPU_NAMES, add_foreign, add_gpu, add_recipe, write_translation
-from megatron_rl.commands.arguments import COUNT, INDEX, POSITIVE
+from megatron_rl.commands.arguments import COUNT, POSITIVE
 from megatron_rl.errors import EXIT_DONE, InputError, printable
 
 
@@ -61,6 +60,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         type=COUNT,
         help="Reckon with this number of GPUs in a node (default: as the recipe's name says, else 8).",
     )
+    parser.add_argument("--gpus", type=COUNT, help="Reckon with this number of GPUs in all.")
+    parser.add_argument(
+        "--fewest",
+        action="store_true",
+        help="Find the fewest GPUs on which a layout fits, and the cheapest layout of each number up to 64 times that.",
+    )
+    parser.add_argument("--detail", action="store_true", help="Print every part of the arithmetic.")
     parser.add_argument(
         "--mean-response",
         type=POSITIVE,
@@ -70,9 +76,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths",
         metavar="LENGTHS",
-        help="Simulate vLLM, beside the learner or on servers, on responses of these lengths:"
-        " lognormal:MEDIAN,SIGMA[,MAX], a file with one length a line, or a run directory with recorded batches. Their"
-        " mean is then that of the plan.",
+        help="Reckon with responses of these lengths: lognormal:MEDIAN,SIGMA[,MAX], a file with one length a line, or a"
+        " run directory with recorded batches. Their mean is then that of the plan.",
     )
     parser.add_argument("--json", action="store_true", help="Print the totals as JSON.")
     parser.add_argument(
@@ -92,24 +97,29 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 def run_plan(options: argparse.Namespace) -> int:
     """Estimate memory per rank, step time and layouts of a recipe on a GPU, by arithmetic. Needs no GPU.
 
-    megatron-rl plan RECIPE --gpu h100-80 [--nodes 4] [--mean-response 6000]
+    megatron-rl plan RECIPE --gpu h100-80 [--gpus 32] [--mean-response 6000]
     """
     from megatron_rl.config import load_recipe
-    from megatron_rl.instruments.plan import as_json, find_gpu, make_plan, make_workload, render
-    from megatron_rl.instruments.plan.workload import read_lengths
+    from megatron_rl.instruments.plan import as_json, fewest_gpus, find_gpu, make_plan, make_workload, render
+    from megatron_rl.instruments.plan.workload import nodes_of, read_lengths
     from megatron_rl.model.architecture import shape_of
 
     recipe = load_recipe(options.recipe, options.overrides)
     architecture, _ = shape_of(recipe.model.path)
-    lengths, mean_response = None, options.mean_response
+    lengths = None
     if options.lengths is not None:
-        if mean_response is not None:
+        if options.mean_response is not None:
             raise InputError("--lengths and --mean-response: the lengths already have a mean; give only one of the two")
         lengths = read_lengths(options.lengths, recipe.rollout.max_response_length)
-        mean_response = float(lengths.sample().mean())
-    sizes = (options.nodes, options.gpus_per_node, mean_response, options.mean_prompt, options.host_memory)
-    plan = make_plan(make_workload(recipe, architecture, find_gpu(options.gpu), *sizes), lengths)
-    print(json.dumps(as_json(plan)) if options.json else render(plan))
+    nodes, gpus_per_node = options.nodes, options.gpus_per_node
+    if options.gpus is not None:
+        nodes, gpus_per_node = nodes_of(recipe, options.gpus, nodes, gpus_per_node)
+    sizes = (nodes, gpus_per_node, options.mean_response, options.mean_prompt, options.host_memory, lengths)
+    if options.fewest:
+        print(fewest_gpus(recipe, architecture, find_gpu(options.gpu), *sizes))
+        return EXIT_DONE
+    plan = make_plan(make_workload(recipe, architecture, find_gpu(options.gpu), *sizes))
+    print(json.dumps(as_json(plan)) if options.json else render(plan, options.detail))
     if plan.problems:
         raise InputError("this does not fit:\n" + "\n".join(f"  {problem}" for problem in plan.problems))
     return EXIT_DONE
@@ -182,83 +192,3 @@ def run_from_nemo_rl(options: argparse.Namespace) -> int:
     from megatron_rl.instruments.translate import nemo_rl
 
     return write_translation(options, nemo_rl.translate)
-
-
-FORMATS = ("own", "fully_reshardable", "dp_reshardable")  # equals `trace.FORMATS`, whose module is slow to import
-
-
-def add_trace(parser: argparse.ArgumentParser) -> None:
-    add_recipe(parser)
-    add_gpu(parser, "Take the memory of this GPU as the budget (default: h100-80).", default="h100-80")
-    parser.add_argument(
-        "--nodes",
-        type=COUNT,
-        help="Trace a job of this number of nodes (default: that in the recipe's name, …-4n8g-…).",
-    )
-    parser.add_argument(
-        "--gpus-per-node",
-        type=COUNT,
-        help="Trace a job with this number of GPUs in a node (default: as the recipe's name says, else 8).",
-    )
-    parser.add_argument(
-        "--rank",
-        type=INDEX,
-        action="append",
-        metavar="N",
-        help="Trace this rank. The option may be given several times (default: the ranks that differ).",
-    )
-    parser.add_argument(
-        "--checkpoint-format",
-        default="own",
-        choices=FORMATS,
-        help="Trace a save in this format. own: as a run saves. Else: Megatron's builder of that name.",
-    )
-    parser.add_argument("--no-passes", action="store_true", help="Leave out the forward and backward pass.")
-    parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
-
-
-def _say(text: str) -> None:
-    """Print progress beside the result."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def run_trace(options: argparse.Namespace) -> int:
-    """Run a recipe's learner as one rank of its job, without the job, and print bytes, transients and collectives.
-
-    megatron-rl recipe trace RECIPE [--gpu h100-80] [--nodes 4] [--rank 0 --rank 31] [--checkpoint-format
-    fully_reshardable]
-
-    Tensors have no values and other ranks do not exist, so a model of any size fits on any machine. Exit status 2 if
-    the static memory of a GPU differs from that of `plan` by more than 5%, or if a save does not fit.
-    """
-    from megatron_rl.config import load_recipe
-    from megatron_rl.instruments.plan import find_gpu, make_workload
-    from megatron_rl.instruments.trace import (
-        as_json,
-        differences,
-        ranks_that_differ,
-        render,
-        trace_rank,
-        trace_update,
-        why_untraced,
-    )
-    from megatron_rl.model.architecture import shape_of
-
-    recipe = load_recipe(options.recipe, options.overrides)
-    architecture, _ = shape_of(recipe.model.path)
-    work = make_workload(recipe, architecture, find_gpu(options.gpu), options.nodes, options.gpus_per_node)
-    ranks = options.rank or ranks_that_differ(recipe.learner.parallel, work.ranks)
-    if beyond := [rank for rank in ranks if not 0 <= rank < work.ranks]:
-        raise InputError(f"trace: --rank {beyond[0]}; the job has ranks 0 to {work.ranks - 1}")
-    traces = []
-    for rank in ranks:
-        _say(f"rank {rank} of {work.ranks}: construction and a save")
-        traces.append(trace_rank(recipe, architecture, rank, work.ranks, options.checkpoint_format))
-    if not (options.no_passes or why_untraced(work)):
-        for trace in traces:
-            _say(f"rank {trace.rank} of {work.ranks}: an update (some minutes for a large model)")
-            trace.phases += trace_update(work, trace.rank)
-    print(json.dumps(as_json(work, traces), indent=1) if options.json else render(work, traces))
-    if disagreements := differences(work, traces):
-        raise InputError("the trace does not agree with the plan:\n" + "\n".join(f"  {line}" for line in disagreements))
-    return EXIT_DONE

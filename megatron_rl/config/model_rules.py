@@ -87,6 +87,14 @@ def smallest_world(parallel: ParallelConfig, rollout: RolloutConfig) -> int:
     return math.lcm(parallel.tensor * parallel.pipeline * parallel.context, experts, engine)
 
 
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """Return the layers of each pipeline stage. Where they do not divide, the first and the last stage, which have the
+    tables, have fewer."""
+    most = -(-layers // stages)
+    missing = most * stages - layers
+    return [most - (missing + 1) // 2 * (i == 0) - missing // 2 * (i == stages - 1) for i in range(stages)]
+
+
 def layout_problems(parallel: ParallelConfig, architecture: Architecture, world_size: int | None) -> list[str]:
     """Why this layout cannot hold the model; empty where it can. ``world_size`` None: not known yet."""
     a, problems = architecture, []
@@ -98,7 +106,12 @@ def layout_problems(parallel: ParallelConfig, architecture: Architecture, world_
 
     must_divide(parallel.tensor, "the number of attention heads", a.num_heads, "tensor")
     must_divide(parallel.tensor, "the number of key/value heads", a.num_kv_heads, "tensor")
-    must_divide(parallel.pipeline, "the number of layers", a.num_layers, "pipeline")
+    if min(layers := stage_layers(a.num_layers, parallel.pipeline)) < 1:
+        most = max(n for n in range(1, parallel.pipeline) if min(stage_layers(a.num_layers, n)) > 0)
+        problems.append(
+            f"learner.parallel.pipeline: {parallel.pipeline} stages of up to {max(layers)} of {a.num_layers} layers "
+            f"leave the first or the last without one; {most} is the largest that leaves none"
+        )
     if a.is_moe:
         must_divide(parallel.expert, "the number of experts", a.num_experts, "expert")
         must_divide(parallel.expert_tensor, "the width of an expert", a.moe_ffn_hidden_size, "expert_tensor")
@@ -140,12 +153,13 @@ def rollout_problems(
             f"plus responses of up to {rollout.max_response_length} make {total}, but the model's "
             f"max_position_embeddings is {limit}; lower one of the two"
         )
-    for number, what in (
-        (architecture.num_heads, "attention heads"),
-        (architecture.num_kv_heads, "key/value heads"),
-    ):
-        if number % rollout.tensor_parallel:
-            problems.append(f"rollout.tensor_parallel: {rollout.tensor_parallel} does not divide the {number} {what}")
+    size, heads, keys = rollout.tensor_parallel, architecture.num_heads, architecture.num_kv_heads
+    if heads % size:
+        problems.append(f"rollout.tensor_parallel: {size} does not divide the {heads} attention heads")
+    elif architecture.latent is None and keys % size and size % keys:  # vLLM copies heads to several GPUs
+        problems.append(
+            f"rollout.tensor_parallel: {size} neither divides the {keys} key/value heads nor is a multiple of them"
+        )
     in_ranks = rollout.engine != "vllm_server"
     if in_ranks and world_size is not None and world_size % rollout.tensor_parallel:
         problems.append(f"rollout.tensor_parallel: {rollout.tensor_parallel} does not divide the {world_size} ranks")

@@ -447,7 +447,7 @@ UTILIZATION = 0.5
 # Phase measured → phase of the plan, and the items of the plan that are not there.
 PHASES = {
     "engine awake": ("generating", ()),
-    "engine asleep": ("learning", ("activations and temporaries", "fragmentation")),
+    "engine asleep": ("learning", ("activations and temporaries", "allocator's overhead")),
     "forward and backward, optimizer": ("learning", ()),
     "refit": ("handing over the weights", ()),
     "save": ("generating", ()),  # it has the room that the cache takes with the next request

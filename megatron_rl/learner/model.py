@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_rl.config.learner import LearnerConfig, LoraConfig, PrecisionConfig
+from megatron_rl.config.model_rules import stage_layers
 from megatron_rl.errors import InputError
 from megatron_rl.exact.layers import ExactKeyNorm, ExactQueryNorm, finish_exact_model, use_exact_layers
 from megatron_rl.layers.attention import (
@@ -107,6 +108,7 @@ def transformer_config(
         # layout
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
+        **_uneven_stages(a.num_layers, parallel.pipeline),
         "context_parallel_size": parallel.context,
         "cp_comm_type": CONTEXT_COMMUNICATION,
         "expert_model_parallel_size": parallel.expert,
@@ -192,6 +194,14 @@ def transformer_config(
     if yarn is not None and a.latent is None:
         state_yarn(built, yarn)
     return built
+
+
+def _uneven_stages(layers: int, stages: int) -> dict[str, int]:
+    """Return Megatron's fields for pipeline stages that do not have equally many layers; none where they do."""
+    if layers % stages == 0:
+        return {}
+    first, *_, last = stage_layers(layers, stages)
+    return {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
 
 
 def check_megatron_fields(given: Mapping[str, Any], ours: Collection[str], made: type[TransformerConfig]) -> None:

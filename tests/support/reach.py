@@ -28,7 +28,6 @@ METER = "tests/unit/doctor/test_engine.py::test_the_meters_peak_counts_what_pyto
 DOCTOR = "tests/unit/commands/test_doctor.py::test_ranks_and_folder_follow_from_node_and_recipe"
 PLANTED = "tests/unit/doctor/test_checks_planted_faults.py"
 LEARNER = "tests/unit/learner/test_model_cuda.py"
-TRACE = "tests/parallel/test_trace.py"
 REACHED: dict[str, str | tuple[str, ...]] = {
     "megatron_rl/checkpoint/save.py": "tests/unit/checkpoint/test_save.py",
     "megatron_rl/commands/doctor.py": DOCTOR,
@@ -56,8 +55,6 @@ REACHED: dict[str, str | tuple[str, ...]] = {
         "tests/unit/rollout/servers/test_weight_broadcast.py::test_a_group_of_gpus",
     ),
     "megatron_rl/rollout/vllm_engine.py": "tests/unit/rollout/test_vllm_engine_sleep.py",
-    "megatron_rl/instruments/fake_rank.py": TRACE,
-    "megatron_rl/instruments/trace.py": TRACE,
 }
 """File → the test file, or the function in it, that runs its lines for CUDA; or several of them."""
 

@@ -20,7 +20,6 @@ FILES = sorted(path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))
 DOORS = {
     "commands.convert": ("checkpoint.conversion",),
     "instruments.parity": ("instruments.parity.*",),
-    "instruments.trace": ("instruments.fake_rank",),
     "instruments.translate.nemo_rl": ("instruments.translate.nemo_rl_keys",),
     "instruments.translate.slime": ("instruments.translate.slime_keys",),
     "instruments.translate.verl": ("instruments.translate.verl_keys",),

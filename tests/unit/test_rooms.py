@@ -16,8 +16,7 @@ MODULES = {
 }
 AT_THE_TOP = {"__init__", "__main__", "train", "evaluate", "batch", "check", "types", "errors"}
 ENGINES = {
-    "megatron": {"checkpoint", "layers", "exact", "learner"}
-    | {"instruments.trace", "instruments.fake_rank", "instruments.parity"},
+    "megatron": {"checkpoint", "layers", "exact", "learner", "instruments.parity"},
     "vllm": {"rollout", "instruments.parity"},
 }
 BESIDE_A_RUN = {"instruments", "doctor", "commands"}  # nothing of a run imports these; the rest is what a run needs

@@ -15,6 +15,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heappop, heappush
+
+import numpy as np
 
 from megatron_rl.config import Recipe
 from megatron_rl.config.rollout import RolloutConfig
@@ -28,7 +32,7 @@ from megatron_rl.instruments.plan.learner import (
     total_parameters,
     vocabulary,
 )
-from megatron_rl.instruments.plan.workload import Workload
+from megatron_rl.instruments.plan.workload import Lengths, Workload
 from megatron_rl.model.architecture import Architecture
 
 ROUNDED_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5}  # bytes per rounded weight
@@ -42,7 +46,7 @@ class EngineMemory:
 
     weights: float
     activations: float  # peak of its profiling run: a full prefill batch and the sampler
-    graphs: float
+    graphs: float  # CUDA graphs, and workspaces of exchanges and attention; they stay while it sleeps
     cache: float  # keys and values; negative if the budget is too small for the rest
     token_bytes: float  # bytes of the cache per token
     longest: int  # tokens of the longest prompt plus the longest response
@@ -63,7 +67,8 @@ def engine_memory(recipe: Recipe, a: Architecture, gpu: Gpu, utilization: float)
     weights = weight_bytes(a, rollout) / tp
     activations = _activations(a, rollout.max_num_batched_tokens or gpu.batched_tokens, b, tp)
     activations += SAMPLER_COPIES * 4 * rollout.max_num_seqs * a.vocab_size
-    graphs = 0.0 if rollout.enforce_eager else GRAPHS_GIB * GIB
+    graphs = gpu.fitted(hw.FLASHINFER_GIB) * GIB + (0.0 if rollout.enforce_eager else GRAPHS_GIB * GIB)
+    graphs += (hw.EXCHANGE_GIB + hw.GROUP_GIB) * GIB * (tp > 1)
     if rollout.kv_cache_gib is not None:
         cache = rollout.kv_cache_gib * GIB
     else:
@@ -75,6 +80,15 @@ def engine_memory(recipe: Recipe, a: Architecture, gpu: Gpu, utilization: float)
     per_token = a.num_layers * width * stored
     longest = recipe.data.prompt.max_length + rollout.max_response_length
     return EngineMemory(weights, activations, graphs, cache, per_token, longest)
+
+
+def runtime_bytes(work: Workload) -> float:
+    """Return the bytes of a learner's process on a GPU that PyTorch does not allocate: CUDA's context, and NCCL's
+    buffers of the groups that have several ranks."""
+    p, replicas = work.parallel, work.data_parallel
+    of_experts = work.ranks // (p.expert * p.expert_tensor * p.pipeline)
+    sizes = [p.tensor, p.pipeline, p.context, replicas, p.expert, p.expert_tensor, of_experts, work.ranks]
+    return (hw.CONTEXT_GIB + hw.GROUP_GIB * sum(size > 1 for size in sizes)) * GIB
 
 
 def weight_bytes(a: Architecture, rollout: RolloutConfig) -> float:
@@ -117,47 +131,95 @@ def _activations(a: Architecture, tokens: int, b: int, tp: int) -> float:
     return tokens * b * (3 * a.hidden_size + max(attention, feed_forward))
 
 
-# Seconds of an engine's decoding step and prefill: overhead plus the larger of memory traffic and computation.
+# Seconds of an engine. A decoding step has a fixed part for each layer, reads weights and cache, and handles sequences.
 
 
 @dataclass(frozen=True)
 class Decoding:
     """Unit costs of one engine in seconds."""
 
-    architecture: Architecture
-    overhead: float  # per step
-    weights: float  # bytes of the weights on all GPUs
-    expert_weight: float  # bytes per weight of an expert
-    read_byte: float  # seconds per byte of the weights
-    read_token: float  # per token of context
-    compute: float  # per sequence
+    fixed: float  # per step: launches and exchanges of all layers
+    weights: float  # bytes of the weights on one GPU
+    experts: float  # the part of them that belongs to experts
+    idle: float  # share of the experts that one token does not take
+    bandwidth: float  # bytes per second
+    token_bytes: float  # of the cache, on one GPU
+    products: float  # per sequence
+    sequence: float  # per sequence: sampling, and the stream of tokens
 
     @classmethod
     def of(cls, work: Workload, engine: EngineMemory) -> Decoding:
         a, rollout, tp = work.architecture, work.recipe.rollout, work.recipe.rollout.tensor_parallel
-        overhead = hw.EAGER_OVERHEAD_S if rollout.enforce_eager else hw.STEP_OVERHEAD_S
-        overhead += 2 * a.num_layers * hw.ALLREDUCE_S * (tp > 1)
-        bandwidth = work.gpu.bandwidth * hw.DECODE_BANDWIDTH
+        layer = hw.EAGER_LAYER_S if rollout.enforce_eager else work.gpu.fitted(hw.DECODE_LAYER_S)
+        if tp > 1 and not rollout.enforce_eager:
+            across = hw.ACROSS_NODES if tp > work.nvlink_gpus else 1.0
+            layer += work.gpu.fitted(hw.DECODE_EXCHANGE_S) * across
+        if rollout.quantization.weights is not None:
+            layer += hw.ROUNDED_LAYER_S
+        expert = sum(a.moe_layers) * 3 * a.hidden_size * a.moe_ffn_hidden_size * a.num_experts
         return cls(
-            architecture=a,
-            overhead=overhead,
-            weights=weight_bytes(a, rollout),
-            expert_weight=weight_size(rollout),
-            read_byte=1 / tp / bandwidth,
-            read_token=engine.token_bytes / bandwidth,
-            compute=2 * active_parameters(a) / tp / (work.gpu.flops(rollout.dtype) * hw.DECODE_FLOPS),
+            fixed=a.num_layers * layer,
+            weights=weight_bytes(a, rollout) / tp,
+            experts=expert * weight_size(rollout) / tp,
+            idle=1 - a.experts_per_token / a.num_experts if a.is_moe else 0.0,
+            bandwidth=work.gpu.bandwidth * hw.DECODE_BANDWIDTH,
+            token_bytes=engine.token_bytes,
+            products=2 * active_parameters(a) / tp / (work.gpu.flops(rollout.dtype) * hw.DECODE_FLOPS),
+            sequence=hw.SERVED_S if work.served or rollout.engine == "vllm_server" else hw.SAMPLED_S,
         )
-
-    def read(self, sequences: float) -> float:
-        """Return the seconds of reading weights in a step; in an MoE, of the experts for ``sequences`` tokens."""
-        a = self.architecture
-        moe = sum(a.moe_layers) * 3 * a.hidden_size * a.moe_ffn_hidden_size * a.num_experts
-        idle = (1 - a.experts_per_token / a.num_experts) ** sequences if a.is_moe else 0.0
-        return (self.weights - moe * self.expert_weight * idle) * self.read_byte
 
     def step(self, sequences: float, context: float) -> float:
         """Return the seconds of one step of ``sequences`` with ``context`` tokens in total."""
-        return self.overhead + max(self.read(sequences) + self.read_token * context, self.compute * sequences)
+        read = self.weights - self.experts * self.idle**sequences + self.token_bytes * context
+        return self.fixed + max(read / self.bandwidth, self.products * sequences) + self.sequence * sequences
+
+
+GROUPS = 256  # into which the responses of an engine are gathered; those of a group run and end together
+
+
+@lru_cache(maxsize=4096)
+def decode_seconds(law: Decoding, lengths: Lengths, number: float, slots: float, prompt: float) -> float:
+    """Return the seconds until ``number`` responses of these lengths have ended, with ``slots`` of them at a time.
+
+    A response that ends makes room for the next. Lengths are in no order.
+    """
+    groups = max(1, min(GROUPS, round(number)))
+    each = number / groups
+    waiting = np.random.default_rng(0).permutation(lengths.quantiles(groups)).tolist()
+    room, ends, clock, context, seconds = max(1, int(slots / each)), [], 0.0, 0.0, 0.0
+    while waiting or ends:
+        while waiting and len(ends) < room:
+            heappush(ends, (clock + waiting[-1], waiting.pop()))
+            context += each * prompt
+        running, steps = each * len(ends), ends[0][0] - clock
+        seconds += steps * law.step(running, context + running * steps / 2)
+        clock, context = ends[0][0], context + running * steps
+        while ends and ends[0][0] <= clock:
+            context -= each * (prompt + heappop(ends)[1])
+    return seconds
+
+
+def generation_seconds(work: Workload, engine: EngineMemory) -> float:
+    """Return the seconds of sampling a step's responses: prompts, and decoding of responses of unequal lengths.
+
+    Servers that sample ahead (`rollout.max_staleness`, but for the mode `finish`) are kept full by the next steps'
+    responses: their seconds are those of a step's tokens at the number of responses that run at a time.
+    """
+    rollout = work.recipe.rollout
+    beside = rollout.engine == "vllm"
+    engines = max(1, work.ranks // rollout.tensor_parallel) if beside else rollout.servers.num_expected
+    number, law = work.sampled_sequences / engines, Decoding.of(work, engine)
+    slots = max(1.0, min(rollout.max_num_seqs, engine.tokens / work.mean_sequence))
+    prompts = number / (rollout.num_samples if rollout.enable_prefix_caching else 1)
+    token, square = prefill_costs(work)
+    prefill = prompts * work.mean_prompt * (token + square * work.mean_prompt)
+    if not rollout.max_staleness or rollout.in_flight.mode == "finish":
+        return prefill + decode_seconds(law, work.lengths, number, slots, work.mean_prompt)
+    longest = work.lengths.quantiles(max(1, round(work.sampled_sequences)))[-1]
+    ahead = number * (1 + rollout.max_staleness) * work.mean_response / longest  # mean number of those in flight
+    running = max(1.0, min(slots, ahead))
+    context = running * (work.mean_square - work.mean_prompt**2) / 2 / work.mean_response
+    return prefill + number * work.mean_response / running * law.step(running, context)
 
 
 def prefill_costs(work: Workload) -> tuple[float, float]:
@@ -203,7 +265,7 @@ def cache_beside(work: Workload, at_rest: float) -> EngineMemory:
     a, rollout = work.architecture, work.recipe.rollout
     heads = max(1, a.num_kv_heads // work.parallel.tensor)
     token = 2.0 * a.num_layers * heads * a.head_dim * BYTES[work.recipe.learner.dtype]
-    room = rollout.gpu_memory_utilization * work.gpu.memory_gib * hw.GIB - at_rest - hw.RUNTIME_GIB * hw.GIB
+    room = rollout.gpu_memory_utilization * work.gpu.memory_gib * hw.GIB - at_rest - runtime_bytes(work)
     if rollout.kv_cache_gib is not None:
         room = rollout.kv_cache_gib * hw.GIB
     needed = min(rollout.max_num_seqs, math.ceil(work.sampled_sequences / work.data_parallel)) * work.longest * token
@@ -224,7 +286,7 @@ def exact_generation(work: Workload, cache: EngineMemory) -> float:
     # Context of the longest response at half of the common steps, and at half of the steps that it takes alone.
     halfway, alone = (steps if begun_together else longest) / 2, prompt + (steps + longest) / 2
     a = work.architecture
-    rate = work.parallel.tensor * work.gpu.flops(recipe.learner.dtype) * hw.LEARNER_MFU[a.is_moe]
+    rate = work.parallel.tensor * work.gpu.flops(recipe.learner.dtype) * work.gpu.fitted(hw.LEARNER_SHARE)
     flops = 2 * active_parameters(a) + 2 * a.num_layers * query_width(a) * work.mean_prompt
     return (
         steps * exact_step(work, concurrency, prompt + work.mean_response / 2, prompt + halfway).total
@@ -299,7 +361,7 @@ def _kernels(work: Workload) -> float:
     a, p = work.architecture, work.parallel
     through_modules = max(p.pipeline, p.expert_tensor) > 1 or work.recipe.learner.lora is not None
     if work.recipe.rollout.enforce_eager or through_modules:
-        return hw.EAGER_OVERHEAD_S
+        return hw.EXACT_EAGER_S
     sums = (2 * a.num_layers - sum(a.moe_layers)) * (p.tensor + 1) if p.tensor > 1 else 0
     of_experts = sum(a.moe_layers) * KERNELS_OF_EXPERTS if p.expert > 1 else 0
     number = a.num_layers * KERNELS + sums + of_experts

@@ -2,8 +2,8 @@
 
 Figures of GPUs come from NVIDIA's data sheets (SXM form, dense 16-bit matrix rates): "A100 Tensor Core GPU", "H100
 Tensor Core GPU" (also for the rates of H800), "H200 Tensor Core GPU", "HGX H20", "DGX B200" with the table of the HGX
-platform, "GB200 NVL72" (a 72nd of the rack). Memory is what torch reports. The rest are round estimates for well-run
-training and inference; none was measured with this project. `plan` prints the ones that it used.
+platform, "GB200 NVL72" (a 72nd of the rack). Memory is what torch reports. Shares and fixed parts are fitted to what
+others published (`published.json`, `decoding.tsv`) or round estimates. `plan --detail` prints the ones that it used.
 
 `--gpu FILE` gives the figures of one's own GPUs, from data sheets or measured on a node:
 
@@ -46,9 +46,14 @@ class Gpu:
     host_link: float  # bytes/s between host memory and one GPU, one direction: PCIe 4 or 5, 16 lanes
     processors: int  # streaming multiprocessors
     host_gib: float  # host memory of a node without `--host-memory`: that of the vendor's DGX
+    family: str = "hopper"  # whose fitted figures count: hopper, h20 or blackwell
     nvlink_gpus: int = 0  # GPUs that NVLink joins beyond the node: a rack of GB200 is one such group
     attention_cost: float = 1.0  # seconds of an operation of attention over those of one of a product, if measured
     measured: tuple[str, ...] = ()  # figures that were measured on a node, in words
+
+    def fitted(self, figures: dict[str, float]) -> float:
+        """Return the figure of this GPU's family; one that was not measured by itself has Hopper's."""
+        return figures.get(self.family, figures["hopper"])
 
     def flops(self, dtype: str) -> float:
         return {"fp32": self.flops_fp32, "tf32": self.flops_tf32}.get(dtype, self.flops_16bit)
@@ -62,33 +67,68 @@ GPUS = {
         Gpu("h100-80", 79.1, 989e12, 67e12, 494.5e12, 3.35e12, 450e9, 50e9, 16384, 64e9, 132, 2048),
         Gpu("h800-80", 79.1, 989e12, 67e12, 494.5e12, 3.35e12, 200e9, 50e9, 16384, 64e9, 132, 2048),
         Gpu("h200-141", 139.8, 989e12, 67e12, 494.5e12, 4.8e12, 450e9, 50e9, 16384, 64e9, 132, 2048),
-        Gpu("h20-96", 95.0, 148e12, 44e12, 74e12, 4.0e12, 450e9, 50e9, 16384, 64e9, 78, 2048),
-        Gpu("b200-180", 178.3, 2250e12, 75e12, 1125e12, 8.0e12, 900e9, 50e9, 16384, 64e9, 148, 2048),
+        Gpu("h20-96", 95.0, 148e12, 44e12, 74e12, 4.0e12, 450e9, 50e9, 16384, 64e9, 78, 2048, "h20"),
+        Gpu("b200-180", 178.3, 2250e12, 75e12, 1125e12, 8.0e12, 900e9, 50e9, 16384, 64e9, 148, 2048, "blackwell"),
         # A node is a tray of 4 GPUs with two Grace processors of 480 GB; two GPUs share the 450 GB/s of NVLink-C2C.
-        Gpu("gb200-186", 184.3, 2500e12, 80e12, 1250e12, 8.0e12, 900e9, 50e9, 16384, 225e9, 152, 894, nvlink_gpus=72),
+        Gpu("gb200-186", 184.3, 2500e12, 80e12, 1250e12, 8.0e12, 900e9, 50e9, 16384, 225e9, 152, 894, "blackwell", 72),
     )
 }
 
 # Memory
-RUNTIME_GIB = 2.0  # CUDA context, cuBLAS workspaces, NCCL's buffers of the learner's process groups
-GRAPHS_GIB = 1.0  # CUDA graphs and communicators of a vLLM engine; they stay while it sleeps
-FRAGMENTATION = 0.08  # share of activations and temporaries that the caching allocator cannot reuse
+CONTEXT_GIB = 0.8  # of a process on a GPU: CUDA, kernels, cuBLAS's workspaces (32 MiB a handle on Hopper)
+GROUP_GIB = 0.25  # NCCL's buffers of a process group: channels of 4 MiB to its peers
+EXCHANGE_GIB = 0.2
+"""Of an engine of several GPUs: 64 MiB of symmetric memory (`SYMM_MEM_ALL_REDUCE_MAX_SIZES` of vLLM 0.30's
+all_reduce_utils.py), twice 8 MiB of `CustomAllreduce`, and the workspace of FlashInfer's all-reduce."""
+FLASHINFER_GIB = {"hopper": 0.0, "blackwell": 394 / 1024}
+"""`VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE` of vLLM 0.30's envs.py: its attention is FlashInfer's on Blackwell."""
+ALLOCATOR = (0.034, 0.05, 0.078)
+"""Share of the learner's peak that the caching allocator holds on top of it: least, middle, most on an H200
+(docs/gpu.md)."""
+GRAPHS_GIB = 1.0  # CUDA graphs of a vLLM engine; they stay while it sleeps
 EXPERT_IMBALANCE = 1.25  # tokens of the busiest expert-parallel rank over the mean, if there are several
 SERVER_UTILIZATION = 0.9  # of a GPU with only a server
 MOST_UTILIZATION = 0.85  # largest share that the search gives an engine beside a learner; the rest is reserve
 PROCESS_GIB = 8.0  # host memory of a rank: Python, CUDA, vLLM, the data set
 
-# Speed
-LEARNER_MFU = {False: 0.38, True: 0.18}  # by "is it an MoE?": share of the peak rate that forward and backward reach
-PREFILL_MFU = {False: 0.45, True: 0.25}  # the same for a forward pass alone
+# Speed. The fitted figures are those of `python -m tools.dev.published`, which fits them to what others measured.
+DECODE_BANDWIDTH = 0.9  # share of memory bandwidth of decoding
+DECODE_LAYER_S = {"hopper": 60e-6, "blackwell": 72e-6}  # fitted: a layer in a decoding step with CUDA graphs
+DECODE_EXCHANGE_S = {"hopper": 39e-6, "blackwell": 81e-6}  # fitted: more of a layer, if an engine has several GPUs
+ACROSS_NODES = 5.0  # such exchanges between nodes over those in a node
+ROUNDED_LAYER_S = 115e-6  # fitted: more of a layer of weights in fp8
+SERVED_S = 62e-6  # fitted: a sequence in a decoding step of a server that streams its tokens over HTTP
+SAMPLED_S = 20e-6  # the same of an engine in the learner's process (Qwen3-8B on one H100, vLLM 0.30)
+EAGER_LAYER_S = 650e-6  # a layer without CUDA graphs (verl on H20)
+PREFILL_MFU = {False: 0.45, True: 0.25}  # by "is it an MoE?": share of the peak rate of an engine's prefill
+LEARNER_SHARE = {"hopper": 0.36, "h20": 0.5, "blackwell": 0.3}  # share of the peak rate of the learner's products
+LAYER_HOST_S = {"dense": 0.6e-3, "flex": 2e-3, "alltoall": 6e-3, "allgather": 6e-3}
+"""Host seconds of a layer's forward pass over a microbatch, by how tokens get to experts: launches, and the wait for
+the number of tokens of each expert. A backward pass takes twice as long. The longer of host and products counts."""
+EXPERT_WAIT = 1.3  # time of the busiest expert-parallel rank over the mean, with routes that nobody balances
+REFIT_S = {False: 0.5, True: 4.0}  # by "is the engine beside the learner?": fixed part of a weight update
+SWITCH_S = 3.0  # fixed part of sleep or wake of an engine beside the learner
+HOST_LINK = 0.3  # share of a bus's rate of copies to and from the host while all GPUs of a node copy
 PRODUCT_SHARE = 0.7  # share of the peak rate of large products alone, to which a measured rate is compared
 COPY_SHARE = 0.9  # the same of memory bandwidth and large copies
 DECODE_FLOPS = 0.5  # share of the peak rate of large decoding batches
-DECODE_BANDWIDTH = 0.7  # share of memory bandwidth of decoding
 LINK = 0.7  # share of a link's rate that collectives reach
-STEP_OVERHEAD_S = 1.5e-3  # vLLM's scheduler and sampler, per decoding step with CUDA graphs
-EAGER_OVERHEAD_S = 20e-3  # the same without graphs
-ALLREDUCE_S = 12e-6  # latency of one small all-reduce over NVLink; two a layer and decoding step
+STEP_OVERHEAD_S = 1.5e-3  # scheduler and sampler of the exact engine, per launch of a graph
+EXACT_EAGER_S = 20e-3  # a step of the exact engine without graphs
+ALLREDUCE_S = 12e-6  # latency of one small all-reduce over NVLink
+# Factor by which a phase may be off either way: what 8 of 10 published ones are within (docs/planning.md).
+ERRORS = {
+    "generate": 1.35,
+    "old_logprobs": 1.6,
+    "update": 1.5,
+    "optimizer": 2.0,
+    "refit": 2.0,
+    "switch": 2.0,
+    "offload": 2.0,
+    "scores": 1.6,
+    "acceptance": 1.5,
+    "rest": 2.0,
+}
 # Of exact mode's kernels on an H200 (docs/gpu.md), in the small tile of decoding: dense products and those of experts.
 EXACT_BANDWIDTH = {"dense": 0.47, "experts": 0.37}  # share of memory bandwidth with few rows: 64, and 4 an expert
 EXACT_FLOPS = {  # share of the peak rate with many rows, by bytes of an element
@@ -99,7 +139,6 @@ EXACT_ATTENTION_BANDWIDTH = 0.5  # share of memory bandwidth of attention in spl
 EXACT_STEPS = 16  # steps after which the exact engine reads the sampled tokens: exact/decode.py
 KEY_BLOCK_S = 1e-6  # per block of keys, or split to join, in a program of attention
 KERNEL_S = 2.5e-6  # overhead of a kernel in a graph: launch and tail
-HOST_LINK = 0.6  # share of a bus's rate for page-locked copies while all GPUs of a node copy
 HOST_NETWORK = 2e9  # bytes/s that a rank receives over the hosts' network, for responses
 DISK = 2e9  # bytes/s that a node writes to the file system of its checkpoints
 HASH = 1.8e9  # bytes/s of SHA-256 on one core with SHA instructions
@@ -108,6 +147,7 @@ EXPERT_OVERHEAD_S = 40e-6  # the same per matrix of an expert; they are loaded i
 ADAM_BYTES = 30  # read and written per weight of the shard: gradient, master, two moments, weight
 
 # Workload, if neither recipe nor command line sets it
+SPREAD = 0.8  # sigma of the logarithm of lengths of responses, cut at the longest allowed
 RESPONSE_SHARE = 0.5  # mean response over the longest allowed
 PROMPT_SHARE = 0.125  # mean prompt over the longest allowed
 TURNS = 8  # of a conversation (`rollout.function`)

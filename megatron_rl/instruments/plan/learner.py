@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config.learner import LOGIT_CHUNK_ROWS, LearnerConfig, LoraConfig, OffloadConfig, ParallelConfig
+from megatron_rl.config.model_rules import stage_layers
 from megatron_rl.instruments.plan.hardware import DISK, HASH, HOST_LINK
 from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.architecture import Architecture
@@ -38,9 +39,10 @@ class StageParameters:
 
 def stage_parameters(a: Architecture, parallel: ParallelConfig) -> list[StageParameters]:
     """Return the parameters of each pipeline stage, in order."""
-    per_stage, stages = a.num_layers // parallel.pipeline, []
-    for stage in range(parallel.pipeline):
-        moe = sum(a.moe_layers[stage * per_stage : (stage + 1) * per_stage])
+    stages, begun = [], 0
+    for stage, per_stage in enumerate(stage_layers(a.num_layers, parallel.pipeline)):
+        moe = sum(a.moe_layers[begun : begun + per_stage])
+        begun += per_stage
         first, last = stage == 0, stage == parallel.pipeline - 1
         tables = _num_tables(a, first, last)
         dense = per_stage * _attention(a, parallel.tensor) + moe * a.hidden_size * a.num_experts

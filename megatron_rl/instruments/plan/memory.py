@@ -27,15 +27,19 @@ from typing import Any
 
 from megatron_rl.config.learner import OffloadConfig
 from megatron_rl.instruments.plan import hardware as hw
-from megatron_rl.instruments.plan.generation import EngineMemory, cache_beside, engine_memory, route_bytes
+from megatron_rl.instruments.plan.generation import (
+    EngineMemory,
+    cache_beside,
+    engine_memory,
+    route_bytes,
+    runtime_bytes,
+)
 from megatron_rl.instruments.plan.hardware import (
+    ALLOCATOR,
     BROADCAST_BYTES,
     EXPERT_IMBALANCE,
-    FRAGMENTATION,
     GIB,
-    GRAPHS_GIB,
     PROCESS_GIB,
-    RUNTIME_GIB,
     SERVER_UTILIZATION,
 )
 from megatron_rl.instruments.plan.learner import BYTES, Activations, LearnerMemory, checkpoint_cost, learner_memory
@@ -217,6 +221,7 @@ class Phase:
     name: str
     items: tuple[tuple[str, float], ...]
     capacity: float
+    margin: float = 0.0  # by which more or less may be needed: the allocator's overhead, and experts out of balance
 
     @property
     def total(self) -> float:
@@ -226,6 +231,24 @@ class Phase:
     def missing(self) -> float:
         """Bytes beyond the capacity; negative if it fits."""
         return self.total - self.capacity
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it fits with its margin."""
+        return self.missing + self.margin <= 0
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it does not fit, even less its margin."""
+        return self.missing > self.margin
+
+    @property
+    def state(self) -> str:
+        if self.is_refused:
+            return f"DOES NOT FIT by {self.missing / GIB:.1f} GiB (± {self.margin / GIB:.1f})"
+        if self.is_sure:
+            return f"fits, {(-self.missing - self.margin) / GIB:.1f} GiB to spare"
+        return f"MAY NOT FIT: {-self.missing / GIB:+.1f} GiB to spare, ± {self.margin / GIB:.1f}"
 
 
 @dataclass(frozen=True)
@@ -247,13 +270,15 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        return self.holds_longest and all(phase.missing <= 0 for phase in self.phases)
+        """Whether every phase fits with its margin."""
+        return self.holds_longest and all(phase.is_sure for phase in self.phases)
 
 
 PLACEMENT = {"vllm": "colocated", "vllm_server": "servers", "exact": "exact"}
 
 
-def learner_stages(work: Workload) -> list[LearnerMemory]:
+def learner_stages(work: Workload, imbalance: float = EXPERT_IMBALANCE) -> list[LearnerMemory]:
+    """Return the memory of a rank of each stage. ``imbalance``: tokens of the busiest rank of experts over the mean."""
     recipe, spread = work.recipe, work.parallel.expert > 1
     return learner_memory(
         work.architecture,
@@ -262,7 +287,7 @@ def learner_stages(work: Workload) -> list[LearnerMemory]:
         work.microbatch_tokens,
         work.microbatches,
         fp32_head=recipe.precision.fp32_head,
-        imbalance=EXPERT_IMBALANCE if spread else 1.0,
+        imbalance=imbalance if spread else 1.0,
         gradient_noise=recipe.monitor.gradient_noise,
     )
 
@@ -272,12 +297,17 @@ def memory_plan(work: Workload, placement: str | None = None, utilization: float
     placement = placement or PLACEMENT[work.recipe.rollout.engine]
     offload = work.recipe.learner.offload
     learner = max(learner_stages(work), key=lambda stage: sum(size for _, size in _learning(stage, offload)))
-    capacity, runtime = work.gpu.memory_gib * GIB, ("runtime", RUNTIME_GIB * GIB)
+    balanced = learner_stages(work, 1.0)[learner.stage]
+    margin = sum(size for _, size in _learning(learner, offload)) - sum(
+        size for _, size in _learning(balanced, offload)
+    )
+    margin += (ALLOCATOR[2] - ALLOCATOR[1]) * (learner.static + learner.dynamic)
+    capacity, runtime = work.gpu.memory_gib * GIB, ("runtime: CUDA, NCCL", runtime_bytes(work))
     learning = [*_learning(learner, offload), runtime]
     at_rest = ("learner at rest", learner.at_rest(offload))
 
     def phase(name: str, items: list[tuple[str, float]]) -> Phase:
-        return Phase(name, tuple(items), capacity)
+        return Phase(name, tuple(items), capacity, margin * (name == "learning"))
 
     if placement == "exact":
         cache_memory = exact_cache(work)
@@ -297,7 +327,7 @@ def memory_plan(work: Workload, placement: str | None = None, utilization: float
             learning.append(("weights on their way to servers", float(BROADCAST_BYTES)))
         phases = (phase("learning", learning), phase("generating", _engine_items(engine)))
         return MemoryPlan(placement, learner, engine, phases)
-    learning.append(("engine asleep", GRAPHS_GIB * GIB))
+    learning.append(("engine asleep", engine.graphs))
     sent = ("learner at rest, weights included", learner.at_rest(offload.model_copy(update={"weights": False})))
     handover = [*_engine_items(replace(engine, activations=0.0, cache=0.0)), sent, ("on their way", _handover(work))]
     phases = (
@@ -318,12 +348,13 @@ def _learning(learner: LearnerMemory, offload: OffloadConfig) -> list[tuple[str,
     """Return the contents of the GPU at the peak of learning, in a pass or in the update."""
 
     def moment(states: float, added: float) -> list[tuple[str, float]]:
+        held = learner.weights + learner.gradients + states + added
         return [
             ("weights", learner.weights),
             ("gradients", learner.gradients),
             ("optimizer states", states),
             ("activations and temporaries", added),
-            ("fragmentation", added * FRAGMENTATION),
+            ("allocator's overhead", held * ALLOCATOR[1]),
         ]
 
     moments = [moment(0.0 if offload.during_passes else learner.states, learner.passes)]
@@ -334,7 +365,7 @@ def _learning(learner: LearnerMemory, offload: OffloadConfig) -> list[tuple[str,
 def largest_utilization(work: Workload) -> float:
     """Return the largest `rollout.gpu_memory_utilization` of a colocated engine, in steps of 0.05; 0 if none fits."""
     at_rest = max(stage.at_rest(work.recipe.learner.offload) for stage in learner_stages(work))
-    free = work.gpu.memory_gib - RUNTIME_GIB - at_rest / GIB
+    free = work.gpu.memory_gib - (runtime_bytes(work) + at_rest) / GIB
     return max(0.0, int(20 * free / work.gpu.memory_gib) / 20)
 
 
@@ -342,7 +373,7 @@ def _engine_items(engine: EngineMemory) -> list[tuple[str, float]]:
     return [
         ("engine weights", engine.weights),
         ("engine activations", engine.activations),
-        ("engine graphs", engine.graphs),
+        ("engine graphs and workspaces", engine.graphs),
         ("key/value cache", max(engine.cache, 0.0)),
     ]
 
@@ -352,7 +383,7 @@ def _handover(work: Workload) -> float:
 
     It is the larger of two moments. One has two copies of the vocabulary table: its gathered shards, and their join.
     The other has a layer's experts, which vLLM loads together: their three stacks, the matrices of the last stack
-    (`rollout.expert_stacks`), and the loaded layer before it is copied to its old place.
+    (`rollout.weights`), and the loaded layer before it is copied to its old place.
     """
     a, rollout = work.architecture, work.recipe.rollout
     size = max(BYTES[work.recipe.learner.dtype], BYTES[rollout.dtype])

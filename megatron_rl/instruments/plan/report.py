@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from megatron_rl.config import Recipe
-from megatron_rl.errors import InputError
 from megatron_rl.instruments.plan import hardware as hw
 from megatron_rl.instruments.plan.hardware import GIB
 from megatron_rl.instruments.plan.learner import BYTES, active_parameters, checkpoint_cost, total_parameters
@@ -27,7 +25,6 @@ from megatron_rl.instruments.plan.memory import (
 )
 from megatron_rl.instruments.plan.search import (
     Layout,
-    StepTime,
     deadline_problem,
     host_problem,
     judge,
@@ -35,11 +32,10 @@ from megatron_rl.instruments.plan.search import (
     offload_choices,
     problems,
     sequences_proposed,
-    step_time,
     suggest,
 )
-from megatron_rl.instruments.plan.servers import Arm, ColocatedPlan, ServerPlan, colocated_plan, server_plan
-from megatron_rl.instruments.plan.workload import Lengths, Workload
+from megatron_rl.instruments.plan.timing import StepTime, phase_range, step_time
+from megatron_rl.instruments.plan.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -50,34 +46,34 @@ class Plan:
     time: StepTime  # time of the engines
     own: OwnCode  # cost of this project's code beside the engines
     evidence: EvidenceCost  # what `recorder.evidence` adds, of which `own` has the part without a disk
-    layouts: list[Layout]  # best first
     problems: list[str]  # what does not fit; empty if all fits
-    sequences: tuple[int, StepTime] | None  # a better `rollout.max_num_seqs` with its time of a step, if there is one
-    simulated: ServerPlan | ColocatedPlan | None = None  # only if lengths of responses were given
+
+    @cached_property
+    def layouts(self) -> list[Layout]:
+        """Legal layouts on as many GPUs, best first."""
+        return suggest(self.work)
+
+    @cached_property
+    def sequences(self) -> tuple[int, StepTime] | None:
+        """A better `rollout.max_num_seqs` with its time of a step, if there is one."""
+        return sequences_proposed(self.work)
+
+    @property
+    def has_time(self) -> bool:
+        """Whether the engine holds the longest sequence. Without, no time of a step is known."""
+        return self.memory.holds_longest
 
 
-def make_plan(work: Workload, lengths: Lengths | None = None) -> Plan:
-    """Return the plan of ``work``. ``lengths``: simulate the recipe's engines with these, of the workload's mean."""
-    memory, layouts = memory_plan(work), suggest(work)
-    time, own_costs = step_time(work, memory.engine), own_code(work)
+def make_plan(work: Workload) -> Plan:
+    """Return the plan of ``work``."""
+    memory, own_costs = memory_plan(work), own_code(work)
+    time = step_time(work, memory.engine)
     host = host_phase(work, memory)
-    all_problems = problems(work, memory, layouts) + host_problem(work, host) + deadline_problem(work, time)
-    simulated = _simulated(work, memory, lengths, own_costs.seconds) if lengths is not None else None
+    all_problems = (
+        problems(work, memory, lambda: suggest(work)) + host_problem(work, host) + deadline_problem(work, time)
+    )
     evidence = evidence_cost(work, own_costs, checkpoint_cost(work).size * work.ranks)
-    sequences = sequences_proposed(work)
-    return Plan(work, memory, host, time, own_costs, evidence, layouts, all_problems, sequences, simulated)
-
-
-def _simulated(work: Workload, memory: MemoryPlan, lengths: Lengths, own_seconds: float) -> ServerPlan | ColocatedPlan:
-    """Raises `InputError` for the exact engine, which is not simulated."""
-    if memory.engine is None:
-        raise InputError(
-            f"--lengths simulates vLLM, but rollout.engine is {work.recipe.rollout.engine}; leave it out, or use "
-            "--mean-response"
-        )
-    if memory.placement == "colocated":
-        return colocated_plan(work, lengths, own_seconds)
-    return server_plan(work, memory.engine, lengths, own_seconds)
+    return Plan(work, memory, host, time, own_costs, evidence, all_problems)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -89,8 +85,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "gpu": plan.work.gpu.name,
         "gpu_measured": list(plan.work.gpu.measured),
         "gpu_gib": {phase.name: phase.total / GIB for phase in plan.memory.phases},
-        "step_s": time.total,
-        "phases_s": asdict(time),
+        "gpu_margin_gib": {phase.name: phase.margin / GIB for phase in plan.memory.phases},
+        "step_s": time.total if plan.has_time else None,
+        "step_range_s": list(time.range) if plan.has_time else None,
+        "phases_s": time.phases,
+        "phases_range_s": {name: list(phase_range(name, seconds)) for name, seconds in time.phases.items()},
+        "hidden_s": time.hidden,
+        "lengths": plan.work.lengths.source,
         "own_code": {
             "seconds": own_costs.seconds,
             "host_gib_rank": own_costs.host_rank / GIB,
@@ -107,7 +108,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "proposed": {"rollout.max_num_seqs": plan.sequences[0], "step_s": plan.sequences[1].total}
         if plan.sequences
         else {},
-        **_simulated_json(plan.simulated),
     }
 
 
@@ -120,17 +120,14 @@ def _wider(recipe: Recipe) -> str:
     return max((recipe.learner.dtype, recipe.rollout.dtype), key=BYTES.__getitem__)
 
 
-def _simulated_json(simulated: ServerPlan | ColocatedPlan | None) -> dict[str, Any]:
-    if simulated is None:
-        return {}
-    return {"pipeline" if isinstance(simulated, ServerPlan) else "generation": simulated.as_json()}
-
-
 NUM_LAYOUTS = 5
 FILES = 1024  # default limit of open files of a process
 
 
-def render(plan: Plan) -> str:
+def render(plan: Plan, detail: bool = False) -> str:
+    """Return whether it fits, how fast it is, and the cheapest layout; with ``detail`` every part of the arithmetic."""
+    if not detail:
+        return "\n".join(_answer(plan))
     work, memory = plan.work, plan.memory
     lines = [*_head(work), ""]
     for phase in memory.phases:
@@ -138,14 +135,46 @@ def render(plan: Plan) -> str:
     lines += [*_host(plan.host), ""]
     lines += [*_cache(work, memory), *_sequences(plan), *_placements(work, memory), ""]
     lines += [*_time(plan), _checkpoint(work), *_evidence(plan), "", *_own(plan), ""]
-    if isinstance(plan.simulated, ServerPlan):
-        lines += [*pipeline_lines(plan.simulated), ""]
-    elif plan.simulated is not None:
-        lines += [*generation_lines(plan.simulated), ""]
     lines += [*_offload(work), ""]
     lines += [*_parity(work), ""]
     lines += [*_layouts(plan), ""]
     return "\n".join(lines + _assumptions(work))
+
+
+def _answer(plan: Plan) -> list[str]:
+    work, time, host = plan.work, plan.time, plan.host
+    tightest = max(plan.memory.phases, key=lambda phase: phase.missing + phase.margin)
+    lines = [
+        *_head(work)[:3:2],
+        f"  memory      {tightest.name}: {tightest.total / GIB:.1f} of {tightest.capacity / GIB:.1f} GiB a GPU "
+        f"(± {tightest.margin / GIB:.1f}): {tightest.state}; host {host.total / GIB:.0f} of {host.capacity / GIB:.0f} "
+        "GiB a node",
+    ]
+    if plan.has_time:
+        tokens = work.recipe.num_sequences * work.mean_response
+        parts = {"generating": time.generate, "learning": time.learning - time.rest}
+        parts |= {"weights": time.refit, "sleep, wake and copies": time.switch + time.offload}
+        told = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds)
+        both = f", {duration(time.hidden)} of them at the same time" * time.samples_ahead
+        lines += [
+            f"  a step      {_span(time)}: {told}{both}",
+            f"  tokens      {tokens / time.total:.0f} of responses a second, of mean length {work.mean_response:.0f} "
+            f"({work.lengths.source})",
+            _whole_run(work.recipe, time.total),
+        ]
+    else:
+        lines.append("  a step      not known: the engine's cache does not hold the longest sequence")
+    best = plan.layouts[0] if plan.layouts else None
+    if best is not None and best.fits and not best.is_recipes:
+        lines.append(f"  cheapest    {best}, {_span(best.time)}: {best.overrides}")
+    elif best is not None and best.fits:
+        lines.append("  cheapest    the recipe's own layout, of those that fit on as many GPUs")
+    return [*lines, "  more        --detail"]
+
+
+def _span(time: StepTime) -> str:
+    low, high = time.range
+    return f"about {duration(time.total)} ({duration(low)} to {duration(high)})"
 
 
 def summary(plan: Plan) -> str:
@@ -155,7 +184,7 @@ def summary(plan: Plan) -> str:
     away = f", {plan.time.offload:.1f} s of it offload, {plan.host.total / GIB:.0f} GiB of host memory a node"
     return (
         f"{plan.work.ranks} × {plan.work.gpu.name}: learning {learning.total / GIB:.1f}, generating "
-        f"{generating.total / GIB:.1f} of {capacity:.1f} GiB a GPU; {duration(plan.time.total)} a step"
+        f"{generating.total / GIB:.1f} of {capacity:.1f} GiB a GPU; {_span(plan.time)} a step"
     ) + away * (offload.optimizer or offload.weights)
 
 
@@ -176,20 +205,24 @@ def _head(work: Workload) -> list[str]:
 
 
 def _phase(phase: Phase, memory: MemoryPlan) -> list[str]:
-    state = "fits" if phase.missing <= 0 else f"DOES NOT FIT by {phase.missing / GIB:.1f} GiB"
     stage = f", pipeline stage {memory.learner.stage}" if phase.name == "learning" and memory.learner.stage else ""
-    lines = [f"{phase.name}: {phase.total / GIB:.1f} of {phase.capacity / GIB:.1f} GiB a GPU{stage}: {state}"]
+    lines = [f"{phase.name}: {phase.total / GIB:.1f} of {phase.capacity / GIB:.1f} GiB a GPU{stage}: {phase.state}"]
     lines += [f"  {size / GIB:8.2f}  {what}" for what, size in phase.items if size > 0]
     if phase.name == "learning":
         m = memory.learner
-        parts = {"kept activations": m.activations, "logits": m.head, "layer at hand": m.layer, "update": m.optimizer}
-        lines.append("            of it " + ", ".join(f"{k} {v / GIB:.2f}" for k, v in parts.items() if v > 0))
+        added = dict(phase.items)["activations and temporaries"]
+        at_peak = {"kept activations": m.activations, "buffers": m.buffers}
+        at_peak |= {"logits": m.head} if m.head > m.layer else {"layer at hand": m.layer}
+        if added != m.passes:  # the update is the peak
+            at_peak = {"update": m.optimizer}
+        lines.append("            of it " + ", ".join(f"{k} {v / GIB:.2f}" for k, v in at_peak.items() if v > 0))
     return lines
 
 
 def _host(host: Phase) -> list[str]:
-    state = "fits" if host.missing <= 0 else f"DOES NOT FIT by {host.missing / GIB:.0f} GiB"
-    lines = [f"host memory: {host.total / GIB:.0f} of {host.capacity / GIB:.0f} GiB a node (--host-memory): {state}"]
+    lines = [
+        f"host memory: {host.total / GIB:.0f} of {host.capacity / GIB:.0f} GiB a node (--host-memory): {host.state}"
+    ]
     return lines + [f"  {size / GIB:8.1f}  {what}" for what, size in host.items]
 
 
@@ -266,27 +299,36 @@ def _placements(work: Workload, memory: MemoryPlan) -> list[str]:
     return lines
 
 
+PHASES = {
+    "generate": "generate",
+    "old_logprobs": "old log-probs",
+    "update": "forward and backward",
+    "scores": "a pass of each response alone (objective.advantage: min_variance)",
+    "optimizer": "optimizer and data-parallel communication",
+    "refit": "weights to the engine",
+    "switch": "sleep and wake of the engine",
+    "offload": "copies to and from host memory (learner.offload)",
+    "acceptance": "responses that judge the update, and the weights once more (acceptance)",
+    "rest": "own code beside the engines",
+}
+
+
 def _time(plan: Plan) -> list[str]:
     t, work = plan.time, plan.work
+    if not plan.has_time:
+        return ["step time     not known: the engine's cache does not hold the longest sequence"]
     tokens = work.recipe.num_sequences * work.mean_response
-    ahead = [
-        f"  {-t.hidden:8.1f} s  generating and learning at the same time (rollout.max_staleness)"
-    ] * t.samples_ahead
-    return [
-        f"step time     about {duration(t.total)} ({tokens / t.total:.0f} response tokens/s), rewards not counted",
-        f"  {t.generate:8.1f} s  generate{_rounds(work)}{_deadline(plan)}",
-        f"  {t.old_logprobs:8.1f} s  old log-probs{'' if t.old_logprobs else ' (not needed)'}",
-        f"  {t.update:8.1f} s  forward and backward",
-        f"  {t.communication:8.1f} s      of these two, tensor- and expert-parallel communication",
-        *[f"  {t.scores:8.1f} s  a pass of each response alone (objective.advantage: min_variance)"] * (t.scores > 0),
-        f"  {t.optimizer:8.1f} s  optimizer and data-parallel communication",
-        f"  {t.refit:8.1f} s  weights to the engine",
-        *[f"  {t.offload:8.1f} s  copies to and from host memory (learner.offload)"] * (t.offload > 0),
-        *[f"  {t.acceptance:8.1f} s  responses that judge the update, and the weights once more (acceptance)"]
-        * (t.acceptance > 0),
-        *ahead,
-        _whole_run(work.recipe, t.total),
-    ]
+    notes = {"generate": f"{_rounds(work)}{_deadline(plan)}"}
+    if work.recipe.rollout.engine == "vllm_server" and work.recipe.rollout.why_files:
+        notes["refit"] = f", by files: {work.recipe.rollout.why_files}"
+    lines = [f"step time     {_span(t)}, {tokens / t.total:.0f} response tokens/s; rewards not counted"]
+    for name, seconds in t.phases.items():
+        if seconds:
+            low, high = phase_range(name, seconds)
+            lines.append(f"  {seconds:8.1f} s  {low:7.1f} to {high:7.1f}  {PHASES[name]}{notes.get(name, '')}")
+    if t.samples_ahead:
+        lines.append(f"  {-t.hidden:8.1f} s  generating and learning at the same time (rollout.max_staleness)")
+    return [*lines, _whole_run(work.recipe, t.total)]
 
 
 def _whole_run(recipe: Recipe, step_s: float) -> str:
@@ -348,24 +390,33 @@ def _rounds(work: Workload) -> str:
 
 
 def _layouts(plan: Plan) -> list[str]:
-    recipes_index = next((i for i, layout in enumerate(plan.layouts) if layout.is_recipes), None)
-    shown = list(range(min(NUM_LAYOUTS, len(plan.layouts))))
-    if recipes_index is not None and recipes_index not in shown:
-        shown.append(recipes_index)
+    shown = []
+    for layout in plan.layouts:  # of layouts that differ in context parallelism or offload alone, the best
+        sizes = _without_context(layout)
+        if len(shown) < NUM_LAYOUTS and sizes not in [_without_context(other) for other in shown]:
+            shown.append(layout)
+    shown += [layout for layout in plan.layouts if layout.is_recipes and layout not in shown]
+    if not shown:
+        return [f"layouts of {plan.work.ranks} ranks: none is legal"]
     order = "fastest that fits first" if plan.layouts[0].fits else "none fits, the one that lacks least first"
     lines = [f"layouts of {plan.work.ranks} ranks, {order} ({len(plan.layouts)} legal)"]
-    lines += [f"  {i + 1:3d}. {_layout(plan.layouts[i])}" for i in shown]
+    lines += [f"  {plan.layouts.index(layout) + 1:3d}. {_layout(layout)}" for layout in shown]
     best = plan.layouts[0]
-    if recipes_index != 0 and best.fits:
-        lines.append(f"  the first, by this arithmetic, whose efficiencies were not measured: {best.overrides}")
+    if best.fits and not best.is_recipes:
+        lines.append(f"  the first: {best.overrides}")
     return lines
+
+
+def _without_context(layout: Layout) -> object:
+    return layout.parallel.model_copy(update={"context": 1})
 
 
 def _layout(layout: Layout) -> str:
     learning, generating = layout.memory.phases[:2]
     engine = "" if layout.utilization is None else f", utilization {layout.utilization:.2f}"
     mark = "  ← the recipe's" if layout.is_recipes else ""
-    state = "" if layout.fits else "  does not fit"
+    refused = any(phase.is_refused for phase in layout.memory.phases)
+    state = "" if layout.fits else "  does not fit" if refused or layout.host.missing > 0 else "  may not fit"
     return (
         f"{layout!s:<28} learning {learning.total / GIB:6.1f}, generating {generating.total / GIB:6.1f} GiB{engine}; "
         f"{duration(layout.time.total)}{state}{mark}"
@@ -384,90 +435,26 @@ def _exact(work: Workload) -> str:
     )
 
 
-def _unmeasured(work: Workload) -> str:
-    if work.gpu.measured:
-        return "These shares were not measured on a GPU."
-    other = "other " if work.recipe.rollout.engine == "exact" else ""
-    return f"No {other}figure was measured on a GPU."
-
-
 def _assumptions(work: Workload) -> list[str]:
-    moe, gpu = work.architecture.is_moe, work.gpu
+    gpu, rollout = work.gpu, work.recipe.rollout
+    layer = hw.EAGER_LAYER_S if rollout.enforce_eager else gpu.fitted(hw.DECODE_LAYER_S)
+    dispatcher = work.recipe.learner.token_dispatcher if work.architecture.is_moe else "dense"
+    served = work.served or rollout.engine == "vllm_server"
     return [
         "assumed (docs/planning.md): "
         f"{gpu.flops(work.recipe.learner.dtype) / 1e12:.0f} TFLOP/s, {gpu.bandwidth / 1e12:.2f} TB/s, links "
         f"{gpu.nvlink / 1e9:.0f} and {gpu.network / 1e9:.0f} GB/s at {hw.LINK:.0%}; learning at "
-        f"{hw.LEARNER_MFU[moe]:.0%} and prefill at {hw.PREFILL_MFU[moe]:.0%} of peak; decoding at "
-        f"{hw.DECODE_BANDWIDTH:.0%} of bandwidth or {hw.DECODE_FLOPS:.0%} of peak, "
-        f"{1e3 * (hw.EAGER_OVERHEAD_S if work.recipe.rollout.enforce_eager else hw.STEP_OVERHEAD_S):g} ms a step; "
-        f"host copies at "
-        f"{hw.HOST_LINK:.0%} of {gpu.host_link / 1e9:.0f} GB/s; runtime {hw.RUNTIME_GIB:g} GiB, "
-        f"engine graphs {hw.GRAPHS_GIB:g} GiB, fragmentation {hw.FRAGMENTATION:.0%}, "
+        f"{gpu.fitted(hw.LEARNER_SHARE):.0%} of peak, {1e3 * hw.LAYER_HOST_S[dispatcher]:g} ms of the host a layer "
+        f"and microbatch; decoding at {hw.DECODE_BANDWIDTH:.0%} of bandwidth, {1e6 * layer:.0f} µs a layer, "
+        f"{1e6 * (hw.SERVED_S if served else hw.SAMPLED_S):g} µs a sequence; prefill at "
+        f"{hw.PREFILL_MFU[work.architecture.is_moe]:.0%} of peak; host copies at "
+        f"{hw.HOST_LINK:.0%} of {gpu.host_link / 1e9:.0f} GB/s; "
+        f"engine graphs {hw.GRAPHS_GIB:g} GiB, allocator {hw.ALLOCATOR[0]:.1%} to {hw.ALLOCATOR[2]:.1%}, "
         f"{_exact(work)}"
-        f"busiest expert rank {hw.EXPERT_IMBALANCE:g} × the mean"
-        f"{f'; {hw.TURNS} turns a conversation' * (work.recipe.rollout.function is not None)}. " + _unmeasured(work),
+        f"busiest expert rank {hw.EXPERT_IMBALANCE:g} × the mean, its time {work.imbalance:g} ×"
+        f"{f'; {hw.TURNS} turns a conversation' * (rollout.function is not None)}.",
         *([f"measured on a node ({gpu.name}): {'; '.join(gpu.measured)}"] if gpu.measured else []),
     ]
-
-
-# A simulated pipeline as text.
-
-
-def pipeline_lines(plan: ServerPlan) -> list[str]:
-    """Return the lines of the simulation: the recipe's own arm in detail, then the others for comparison."""
-    p, sampled = plan.pipeline, plan.lengths.sample()
-    learn_s = p.learn[0] + p.learn[1] * p.asking.num_prompts * p.asking.num_samples * (
-        p.asking.prompt_tokens + float(sampled.mean())
-    )
-    both = " and the learner" if p.joins else ""
-    alone = f"the learner {duration(p.publish_s)} beside them and " if p.publish_s else ""
-    lines = [
-        f"pipeline      {_described(plan.lengths)}",
-        f"  {p.num_servers} servers of up to {p.costs.slots} responses at a time; a step's {p.asking.num_prompts} × "
-        f"{p.asking.num_samples} responses are learned in {duration(learn_s)}; weights take {alone}the servers{both} "
-        f"{p.load_s:.1f} s",
-        f"  {'in_flight, max_staleness':<28}{'a step':>9}{'tokens/s':>10}{'learner waits':>15}{'servers idle':>14}"
-        f"{'decoding':>12}{'computed twice':>16}  staleness: share of tokens",
-    ]
-    return [*lines, *(_line(arm, p.costs.slots) for arm in plan.arms)]
-
-
-def _described(lengths: Lengths) -> str:
-    sampled = lengths.sample()
-    shares = ", ".join(f"{share}% up to {np.percentile(sampled, share):.0f}" for share in (50, 90, 99))
-    return (
-        f"{lengths.source}: responses of {sampled.mean():.0f} tokens on average; {shares}; longest {sampled.max():.0f}"
-    )
-
-
-def generation_lines(plan: ColocatedPlan) -> list[str]:
-    """Return the lines of simulated engines beside the learner: the recipe's `max_num_seqs`, then others."""
-    engines = "1 engine" if plan.num_engines == 1 else f"{plan.num_engines} engines; a round ends with the slowest"
-    lines = [
-        f"generation    {_described(plan.lengths)}",
-        f"  {engines}",
-        f"  {'rollout.max_num_seqs':<22}{'generating':>12}{'a step':>9}{'engines wait':>14}{'decoding':>10}"
-        f"{'computed twice':>16}",
-    ]
-    for arm in plan.arms:
-        mark = "  ← the recipe's" if arm.is_recipes else ""
-        lines.append(
-            f"  {arm.max_num_seqs:<22}{duration(arm.generate_s):>12}{duration(arm.step_s):>9}{arm.waiting:14.0%}"
-            f"{arm.running:10.0f}{arm.preempted:16.1%}{mark}"
-        )
-    return lines
-
-
-def _line(arm: Arm, slots: int) -> str:
-    t = arm.time
-    steps = ", ".join(f"{steps}: {share:.0%}" for steps, share in t.staleness.items() if share >= 0.005)
-    lost = f"; {t.given_up:.0%} more sampled and given up" if t.given_up > 0.005 else ""
-    mark = "  ← the recipe's" if arm.is_recipes else ""
-    return (
-        f"  {arm.mode + ', ' + str(arm.max_staleness):<28}{duration(t.step_s):>9}{t.tokens_per_s:10.0f}"
-        f"{t.learner_idle:15.0%}{t.servers_idle:14.0%}{f'{t.running:.0f} of {slots}':>12}{t.recomputed:16.1%}"
-        f"  {steps}{lost}{mark}"
-    )
 
 
 def duration(seconds: float) -> str:

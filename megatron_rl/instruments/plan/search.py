@@ -1,264 +1,27 @@
-"""Seconds of a step by arithmetic, and a search by it for layouts and offload settings: those that fit, fastest first.
-
-The time of a part is work over rate, and the larger of computation and memory traffic.
-Each rate is a data-sheet figure times a constant of `plan.hardware`. Use the result to find the dominant part and to
-compare layouts; it is not a promise.
-"""
+"""A search for layouts and offload settings: those that fit, fastest first; and what to change where nothing does."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
+from megatron_rl.config import Recipe
 from megatron_rl.config.learner import OffloadConfig, ParallelConfig
-from megatron_rl.config.model_rules import layout_problems, lora_problems
-from megatron_rl.instruments.plan import hardware as hw
-from megatron_rl.instruments.plan.generation import Decoding, EngineMemory, exact_generation, prefill_costs
-from megatron_rl.instruments.plan.hardware import GIB, MOST_UTILIZATION
-from megatron_rl.instruments.plan.learner import (
-    BYTES,
-    GRADIENT_BYTES,
-    active_parameters,
-    key_value_width,
-    query_width,
-    stage_parameters,
-    total_parameters,
-)
+from megatron_rl.config.model_rules import layout_problems, lora_problems, rollout_problems
+from megatron_rl.instruments.plan.hardware import GIB, MOST_UTILIZATION, Gpu
 from megatron_rl.instruments.plan.memory import (
     MemoryPlan,
     Phase,
-    exact_cache,
     host_phase,
     largest_utilization,
-    learner_stages,
     memory_plan,
 )
-from megatron_rl.instruments.plan.workload import Workload
+from megatron_rl.instruments.plan.timing import StepTime, step_time
+from megatron_rl.instruments.plan.workload import Workload, make_workload
 from megatron_rl.model.architecture import Architecture
-from megatron_rl.model.families import FAMILIES
-from megatron_rl.model.families.weights import EXPERT
-
-RECOMPUTED = {
-    "none": 0.0,
-    "selective": 0.5,
-    "full": 1.0,
-}  # forward passes repeated in the backward pass; selective: MoE
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of the phases of one rollout step."""
-
-    generate: float
-    old_logprobs: float
-    update: float  # forward and backward of all mini-batches, with their communication
-    communication: float  # the part of `update` and `old_logprobs` that is communication
-    optimizer: float
-    refit: float
-    offload: float = 0.0  # offload copies in both directions
-    scores: float = 0.0  # a pass of each response alone: objective.advantage min_variance
-    acceptance: float = 0.0  # responses that judge an update, their log-probs, and the weights sent once more
-    samples_ahead: bool = False  # rollout.max_staleness > 0: servers generate the next batch meanwhile
-
-    @property
-    def hidden(self) -> float:
-        """Seconds in which generating and learning overlap, if they have separate GPUs."""
-        learning = self.old_logprobs + self.scores + self.update + self.optimizer
-        return min(self.generate, learning) if self.samples_ahead else 0.0
-
-    @property
-    def total(self) -> float:
-        learning = self.old_logprobs + self.scores + self.update + self.optimizer
-        return self.generate + learning + self.refit + self.offload + self.acceptance - self.hidden
-
-
-def step_time(work: Workload, engine: EngineMemory | None) -> StepTime:
-    """Return the seconds of a step. ``engine`` None: the learner itself generates (exact)."""
-    recipe, updates = work.recipe, work.recipe.batch.minibatches
-    generate, refit = _sampling(work, work, engine), 0.0 if engine is None else _refit(work)
-    forward = _forward_seconds(work)
-    talk = _talk(work)  # communication of one forward pass over the step's tokens
-    again = RECOMPUTED[recipe.learner.recompute]
-    bubble = (1.0 + (work.parallel.pipeline - 1) / work.microbatches) * _slowest_stage(work)
-    passes = (3 + again) * forward + (2 + again) * talk
-    scored = recipe.objective.advantage == "min_variance"
-    return StepTime(
-        generate=generate,
-        old_logprobs=_logprobs(work) if recipe.makes_old_logprobs else 0.0,
-        update=passes * bubble,
-        communication=(2 + again + recipe.makes_old_logprobs) * talk * bubble,
-        optimizer=updates * _optimizer(work),
-        refit=refit,
-        offload=_offload(work),
-        # Responses go through the pipeline one after the other, so that each stage waits for the others.
-        scores=passes * work.parallel.pipeline * _slowest_stage(work) if scored else 0.0,
-        acceptance=_acceptance(work, engine, refit),
-        samples_ahead=recipe.rollout.max_staleness > 0,
-    )
-
-
-def _sampling(work: Workload, step: Workload, engine: EngineMemory | None) -> float:
-    """Return the seconds in which the engine of ``work`` samples what ``step`` asks for."""
-    return exact_generation(step, exact_cache(work)) if engine is None else _generation(step, engine)
-
-
-def _acceptance(work: Workload, engine: EngineMemory | None, refit: float) -> float:
-    """Return the seconds of judging an update: responses to held-out prompts, their log-probs, and the weights that
-    are sent after it, whether it was kept or undone."""
-    config = work.recipe.acceptance
-    if config is None:
-        return 0.0
-    judged = work.with_batch(
-        prompts=config.prompts, filter_groups=False, max_generations=1, generation_prompts=None, oversample=None
-    ).with_rollout(num_samples=config.num_samples)
-    return _sampling(work, judged, engine) + _logprobs(judged) + refit
-
-
-# -- learning
-
-
-def _logprobs(work: Workload) -> float:
-    """Return the seconds of a pass for the log-probs of a step's responses."""
-    is_moe, bubble = work.architecture.is_moe, 1.0 + (work.parallel.pipeline - 1) / work.microbatches
-    forward = _forward_seconds(work) * hw.LEARNER_MFU[is_moe] / hw.PREFILL_MFU[is_moe]
-    return (forward + _talk(work)) * bubble * _slowest_stage(work)
-
-
-def flops_forward(a: Architecture, tokens: float, length: float, attention_cost: float = 1.0) -> float:
-    """Return the operations of a forward pass: two per active parameter and token, and causal attention.
-
-    Those of attention count ``attention_cost`` times.
-    """
-    return tokens * (2 * active_parameters(a) + attention_cost * 2 * a.num_layers * query_width(a) * length)
-
-
-def _slowest_stage(work: Workload) -> float:
-    """Return the work of the stage with the head over that of the mean stage; all stages wait for it."""
-    a, stages = work.architecture, work.parallel.pipeline
-    head = a.vocab_size * a.hidden_size
-    return ((active_parameters(a) - head) / stages + head) / (active_parameters(a) / stages)
-
-
-def _forward_seconds(work: Workload) -> float:
-    rate = work.gpu.flops(work.recipe.learner.dtype) * hw.LEARNER_MFU[work.architecture.is_moe] * work.ranks
-    cost = work.gpu.attention_cost
-    return flops_forward(work.architecture, work.trained_tokens, work.mean_sequence, cost) / rate
-
-
-def _talk(work: Workload) -> float:
-    """Return the seconds of tensor-, context- and expert-parallel exchanges in a forward pass, without overlap.
-
-    Per layer, tensor parallelism gathers twice and reduces twice; context parallelism sends all keys and values to
-    every rank; an MoE block sends k rows per token and gets them back.
-    """
-    a, p, b = work.architecture, work.parallel, BYTES[work.recipe.learner.dtype]
-    tokens = work.trained_tokens / work.data_parallel / p.context  # of one rank
-    row = a.hidden_size * b
-    tensor = 4 * a.num_layers / p.pipeline * tokens * row * (p.tensor - 1) / p.tensor
-    context_bytes = 2 * a.num_layers / p.pipeline * tokens * (p.context - 1) * key_value_width(a) * b / p.tensor
-    rows = tokens / p.tensor * a.experts_per_token * p.expert_tensor
-    expert = 2 * sum(a.moe_layers) / p.pipeline * rows * row * (p.expert - 1) / p.expert
-    return (
-        tensor / _link(work, p.tensor)
-        + context_bytes / _link(work, p.tensor * p.context)
-        + expert / _link(work, p.expert * p.expert_tensor)
-    )
-
-
-def _optimizer(work: Workload) -> float:
-    """Return the seconds of reducing gradients and gathering weights over data-parallel ranks, and of Adam's pass."""
-    p, stage = work.parallel, stage_parameters(work.architecture, work.parallel)[0]
-    seconds = 0.0
-    expert_dp = max(1, work.ranks // (p.expert * p.expert_tensor * p.pipeline))
-    for number, replicas in ((stage.dense, work.data_parallel * p.context), (stage.expert, expert_dp)):
-        moved = number * (GRADIENT_BYTES + BYTES[work.recipe.learner.dtype]) * (replicas - 1) / replicas
-        seconds += moved / _link(work, work.ranks if replicas > 1 else 1)
-        seconds += number / replicas * hw.ADAM_BYTES / work.gpu.bandwidth
-    return seconds
-
-
-def _link(work: Workload, group: int) -> float:
-    """Return the bytes per second of a collective among ``group`` ranks, neighbours first."""
-    return hw.LINK * (work.gpu.nvlink if group <= work.nvlink_gpus else work.gpu.network)
-
-
-# -- generating
-
-
-def _generation(work: Workload, engine: EngineMemory) -> float:
-    """Return the seconds of decoding at the concurrency of the cache, the longest response alone, and prefill."""
-    recipe, tp = work.recipe, work.recipe.rollout.tensor_parallel
-    colocated = recipe.rollout.engine == "vllm"
-    engines = max(1, work.ranks // tp) if colocated else recipe.rollout.servers.num_expected
-    num = work.sampled_sequences / engines
-    concurrency = max(1.0, min(num, recipe.rollout.max_num_seqs, engine.tokens / work.mean_sequence))
-    steps = num * work.mean_response / concurrency
-    tail = max(0.0, recipe.rollout.max_response_length - steps)
-    prompts = num / (recipe.rollout.num_samples if recipe.rollout.enable_prefix_caching else 1)
-    token, square = prefill_costs(work)
-    prefill = prompts * work.mean_prompt * (token + square * work.mean_prompt)
-    return steps * _decoding_step(work, engine, concurrency) + tail * _decoding_step(work, engine, 1.0) + prefill
-
-
-def _decoding_step(work: Workload, engine: EngineMemory, sequences: float) -> float:
-    """Return the seconds of a decoding step with all sequences at half of the mean response."""
-    context = sequences * (work.mean_prompt + work.mean_response / 2)
-    return Decoding.of(work, engine).step(sequences, context)
-
-
-def _refit(work: Workload) -> float:
-    """Return the seconds of a weight update: to local engines, or to servers by broadcast (overlapped) or by files."""
-    gathered, handling = weights_seconds(work)
-    if work.recipe.rollout.engine != "vllm_server":
-        return gathered + handling
-    model_bytes = total_parameters(work.architecture) * BYTES[work.recipe.rollout.dtype]
-    if not work.recipe.rollout.why_files:
-        return max(gathered, model_bytes / (hw.LINK * work.gpu.network)) + handling
-    return gathered + handling + 2 * model_bytes / hw.DISK  # once written, once read
-
-
-def weights_seconds(work: Workload) -> tuple[float, float]:
-    """Return the seconds of a weight update on the links, and of handling its tensors.
-
-    Every rank gathers the whole model, tensor by tensor. A sleeping engine drops its old weights without a copy.
-    """
-    a = work.architecture
-    model_bytes = total_parameters(a) * BYTES[work.recipe.rollout.dtype]
-    gathered = model_bytes / _link(work, work.ranks) if work.ranks > 1 else 0.0
-    matrices = num_expert_matrices(a)
-    handling = (num_tensors(a) - matrices) * hw.TENSOR_OVERHEAD_S + matrices * hw.EXPERT_OVERHEAD_S
-    return gathered, handling
-
-
-def _offload(work: Workload) -> float:
-    """Return the seconds of offload copies.
-
-    Each part leaves and returns once per step; Adam's states do so in every update if they are away during passes. If
-    sampling uses older weights, the current ones leave and older ones return once per step.
-    """
-    offload, updates = work.recipe.learner.offload, work.recipe.batch.minibatches
-    stages = learner_stages(work)
-    states, weights = (max(getattr(stage, part) for stage in stages) for part in ("states", "weights"))
-    rounds = updates if offload.during_passes else 1
-    kept_weights = offload.weights + (work.earlier_weights > 0)
-    moved = 2 * (rounds * states * offload.optimizer + weights * kept_weights)
-    return moved / (hw.HOST_LINK * work.gpu.host_link)
-
-
-def num_tensors(a: Architecture) -> int:
-    """Return the number of tensors of a Hugging Face checkpoint."""
-    rows = [weight for weight in FAMILIES[a.model_type].layer if EXPERT not in weight.hf[0]]
-    in_layer = {is_moe: sum(len(w.hf) for w in rows if w.is_in(a, is_moe)) for is_moe in set(a.moe_layers)}
-    outside = 3 - a.tie_embeddings  # embedding, last norm, head
-    return sum(in_layer[is_moe] for is_moe in a.moe_layers) + outside + num_expert_matrices(a)
-
-
-def num_expert_matrices(a: Architecture) -> int:
-    """Return the number of tensors that belong to single experts."""
-    rows = [weight for weight in FAMILIES[a.model_type].layer if EXPERT in weight.hf[0]]
-    return sum(a.moe_layers) * sum(len(weight.hf) for weight in rows) * a.num_experts
-
 
 PARTS = ("gradients", "optimizer", "weights", "during_passes")
 _SIZE_KEYS = ("tensor", "pipeline", "context", "expert", "expert_tensor")
@@ -281,6 +44,7 @@ class Layout:
 
     @property
     def fits(self) -> bool:
+        """Whether everything fits with its margin."""
         return self.memory.fits and self.host.missing <= 0
 
     @property
@@ -330,16 +94,18 @@ def suggest(work: Workload) -> list[Layout]:
 
     Layouts that fit come first, by step time; then the others, by the memory that they lack.
     """
-    layouts, choices = [judge(work, work.parallel, work.recipe.learner.offload)], offload_choices(work)
+    layouts, choices = [], offload_choices(work)
+    if not layout_problems(work.parallel, work.architecture, work.ranks):
+        layouts.append(judge(work, work.parallel, work.recipe.learner.offload))
     for parallel in _legal(work):
         best = min((judge(work, parallel, offload) for offload in choices), key=_rank)
-        if not (best.is_recipes and best.utilization == layouts[0].utilization):
+        if not (best.is_recipes and layouts and best.utilization == layouts[0].utilization):
             layouts.append(best)
     return sorted(layouts, key=_rank)
 
 
 def _rank(layout: Layout) -> tuple[float, float, int, str]:
-    missing = max(0.0, layout.host.missing, *(phase.missing for phase in layout.memory.phases))
+    missing = max(0.0, layout.host.missing, *(phase.missing + phase.margin for phase in layout.memory.phases))
     parts = sum(getattr(layout.offload, part) for part in PARTS)
     return missing, layout.time.total, parts, str(layout)
 
@@ -382,6 +148,34 @@ def judge(work: Workload, parallel: ParallelConfig, offload: OffloadConfig) -> L
     )
 
 
+MOST_TIMES = 64  # of the fewest GPUs, up to which `fewest_gpus` looks
+
+
+def fewest_gpus(recipe: Recipe, a: Architecture, gpu: Gpu, nodes: int | None, node: int | None, *sizes: Any) -> str:
+    """Return a table: numbers of GPUs, from the fewest on which a layout fits, with the cheapest layout of each.
+
+    ``nodes`` and ``node``: most nodes, and GPUs in one; None: any number, of 8. Servers' GPUs come on top.
+    """
+    node, lines, number = node or 8, [], 1
+    servers = recipe.rollout.servers.num_expected * recipe.rollout.tensor_parallel
+    servers = servers if recipe.rollout.engine == "vllm_server" else 0
+    first = None
+    while number <= (nodes or 512) * node and number <= (first or 512) * MOST_TIMES:
+        work = make_workload(recipe, a, gpu, max(1, number // node), min(number, node), *sizes, checks=False)
+        divides = work.recipe.rollout.engine == "vllm_server" or number % recipe.rollout.tensor_parallel == 0
+        best = next((layout for layout in suggest(work) if layout.fits), None) if divides else None
+        if best is not None:
+            first = first or number
+            all_gpus, step_s = number + servers, best.time.total
+            hours = step_s * all_gpus / 3600
+            lines.append(f"  {all_gpus:5d}  {step_s:8.0f} s a step, {hours:7.2f} GPU hours  {best}: {best.overrides}")
+        number *= 2
+    if not lines:
+        return f"no layout of up to {(nodes or 512) * node} {gpu.name} fits with the other keys as they are"
+    of_servers = f", {servers} of them servers'" if servers else ""
+    return "\n".join([f"fewest: {first + servers} {gpu.name}{of_servers}; the cheapest layout of each number", *lines])
+
+
 NUM_SEQUENCES = (64, 128, 256, 512, 1024)  # searched values of `rollout.max_num_seqs`
 WORTH = 0.99  # share of a step's time below which another value is proposed
 
@@ -408,11 +202,11 @@ def sequences_proposed(work: Workload) -> tuple[int, StepTime] | None:
 # Sentences on what does not fit, by how much, and what to change. Each suggested change was tried first.
 
 
-def problems(work: Workload, plan: MemoryPlan, layouts: list[Layout]) -> list[str]:
+def problems(work: Workload, plan: MemoryPlan, layouts: Callable[[], list[Layout]]) -> list[str]:
     """Return a message per part that does not fit; empty if all fits."""
     messages = []
     for phase in plan.phases:
-        if phase.missing > 0:
+        if phase.is_refused:
             what, size = max(phase.items, key=lambda item: item[1])
             messages.append(
                 f"{phase.name}: {phase.total / GIB:.1f} GiB a GPU, {phase.missing / GIB:.1f} GiB more than the "
@@ -422,7 +216,7 @@ def problems(work: Workload, plan: MemoryPlan, layouts: list[Layout]) -> list[st
     if not plan.holds_longest:
         messages.append(_cache_problem(work, plan))
     if messages:
-        fitting = next((layout for layout in layouts if layout.fits), None)
+        fitting = next((layout for layout in layouts() if layout.fits), None)
         messages.append(_instead(work, fitting))
     return messages
 
@@ -468,22 +262,22 @@ def _remedy(work: Workload, plan: MemoryPlan, phase: str) -> str:
     learner, tried = work.recipe.learner, []
     if not learner.offload.during_passes:
         away = learner.offload.model_copy(update={"optimizer": True, "during_passes": True})
-        if _fits_learning(work, offload=away):
+        if _holds(work, phase, offload=away):
             tried.append("set learner.offload.optimizer and learner.offload.during_passes: true")
-    if learner.recompute != "full" and _fits_learning(work, recompute="full"):
+    if learner.recompute != "full" and _holds(work, phase, recompute="full"):
         tried.append("set learner.recompute: full")
-    tokens = _fewer_tokens(work)
+    tokens = _fewer_tokens(work, phase)
     if tokens:
         tried.append(f"lower learner.max_tokens_per_microbatch to {tokens}")
     return ("Enough by itself: " + "; or ".join(tried)) if tried else "Fewer tokens or recomputation alone do not do"
 
 
-def _fewer_tokens(work: Workload) -> int | None:
+def _fewer_tokens(work: Workload, phase: str) -> int | None:
     """Return the largest microbatch that fits, in steps of 1024; None if even the longest sequence does not fit."""
     tokens = work.microbatch_tokens // 1024 * 1024
     while tokens >= work.longest:
-        if tokens < work.recipe.learner.max_tokens_per_microbatch and _fits_learning(
-            work, max_tokens_per_microbatch=tokens
+        if tokens < work.recipe.learner.max_tokens_per_microbatch and _holds(
+            work, phase, max_tokens_per_microbatch=tokens
         ):
             return tokens
         tokens -= 1024
@@ -494,8 +288,9 @@ def _fits(work: Workload, offload: OffloadConfig) -> bool:
     return memory_plan(work.with_learner(offload=offload)).fits
 
 
-def _fits_learning(work: Workload, **changes: object) -> bool:
-    return memory_plan(work.with_learner(**changes)).phases[0].missing <= 0
+def _holds(work: Workload, phase: str, **changes: object) -> bool:
+    """Whether the phase of this name fits with other keys of `learner`."""
+    return all(one.is_sure for one in memory_plan(work.with_learner(**changes)).phases if one.name == phase)
 
 
 def _cache_problem(work: Workload, plan: MemoryPlan) -> str:
@@ -512,7 +307,20 @@ def _cache_problem(work: Workload, plan: MemoryPlan) -> str:
         return text + f"Raise rollout.gpu_memory_utilization to {math.ceil(20 * needed) / 20:.2f}"
     if plan.placement == "exact":
         return text + f"Raise rollout.gpu_memory_utilization to {math.ceil(20 * needed) / 20:.2f}"
-    return text + f"Raise rollout.tensor_parallel above {rollout.tensor_parallel}"
+    return text + _wider_engine(work)
+
+
+def _wider_engine(work: Workload) -> str:
+    """Return the smallest `rollout.tensor_parallel` that holds the longest sequence and that nothing refuses."""
+    prompt = work.recipe.data.prompt.max_length
+    for size in SIZES:
+        if size <= work.recipe.rollout.tensor_parallel:
+            continue
+        wider = work.with_rollout(tensor_parallel=size)
+        refused = rollout_problems(wider.recipe.rollout, work.architecture, prompt, work.ranks, "cuda")
+        if not refused and memory_plan(wider).holds_longest:
+            return f"Enough by itself: set rollout.tensor_parallel to {size}"
+    return "No rollout.tensor_parallel that these GPUs allow is enough: shorten responses, or use larger GPUs"
 
 
 def _instead(work: Workload, fitting: Layout | None) -> str:

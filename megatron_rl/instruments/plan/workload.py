@@ -1,15 +1,16 @@
 """The input of a plan: a recipe, its model's shape, a GPU and a number of ranks, with derived sizes.
 
-Lengths of responses, for the simulation of a pipeline, are a distribution, a file, or a run's recorded batches.
+Lengths of responses are a distribution, a file, or a run's recorded batches.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 
@@ -17,49 +18,55 @@ from megatron_rl.config import Recipe
 from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.config.model_rules import layout_problems, rollout_problems
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.plan.hardware import PROMPT_SHARE, REFILL_ROUNDS, RESPONSE_SHARE, Gpu
+from megatron_rl.instruments.plan.hardware import (
+    EXPERT_WAIT,
+    PROMPT_SHARE,
+    REFILL_ROUNDS,
+    RESPONSE_SHARE,
+    SPREAD,
+    Gpu,
+)
 from megatron_rl.model.architecture import Architecture
 
 NUMBER = r"(\d+(?:\.\d+)?)"
 LOGNORMAL = re.compile(rf"lognormal:{NUMBER},{NUMBER}(?:,{NUMBER})?")
-SAMPLE = 1 << 16  # number of draws for a distribution's mean
-SEED = 0
+QUANTILES = 1024  # of a distribution, by which its mean is found
 HOW = "write lognormal:MEDIAN,SIGMA[,MAX], a file with one length a line, or a run directory with recorded batches"
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Lengths:
-    """Draws response lengths in tokens; equal calls on equal objects give equal numbers.
-
-    ``drawn_from``: lengths to draw from, with replacement; None: log-normal with ``median`` and ``sigma``.
-    """
+    """Lengths of responses in tokens, found in a file or a run, or log-normal and cut at ``longest``."""
 
     source: str
     longest: float
-    drawn_from: np.ndarray | None = None
+    found: np.ndarray | None = None  # sorted
     median: float = 0.0
     sigma: float = 0.0
-    _random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(SEED), repr=False)
 
-    def draw(self, prompts: int, samples: int) -> np.ndarray:
-        """Return lengths [prompts, samples], whole numbers from 1 to ``longest``."""
-        if self.drawn_from is not None:
-            drawn = self._random.choice(self.drawn_from, (prompts, samples))
+    def quantiles(self, number: int) -> np.ndarray:
+        """Return ``number`` lengths, shortest first, that share the distribution evenly."""
+        places = (np.arange(number) + 0.5) / number
+        if self.found is not None:
+            drawn = np.quantile(self.found, places)
         else:
-            drawn = np.ceil(self._random.lognormal(np.log(self.median), self.sigma, (prompts, samples)))
-        return np.clip(drawn, 1, self.longest)
+            drawn = self.median * np.exp(self.sigma * np.vectorize(NormalDist().inv_cdf)(places))
+        return np.clip(drawn, 1.0, self.longest)
 
-    def again(self) -> Lengths:
-        """Return a copy that starts again from the first draw."""
-        return Lengths(self.source, self.longest, self.drawn_from, self.median, self.sigma)
+    @cached_property
+    def mean(self) -> float:
+        return float(self.quantiles(QUANTILES).mean() if self.found is None else self.found.mean())
 
-    def sample(self) -> np.ndarray:
-        """Return all found lengths, or many draws of the distribution."""
-        return (
-            np.clip(self.drawn_from, 1, self.longest)
-            if self.drawn_from is not None
-            else self.again().draw(SAMPLE, 1)[:, 0]
-        )
+
+@lru_cache(maxsize=256)
+def assumed_lengths(mean: float, longest: float) -> Lengths:
+    """Return lengths of this mean with the spread that is assumed where none is given."""
+    low, high = 1e-3 * mean, 1e3 * longest
+    for _ in range(80):
+        median = math.sqrt(low * high)
+        lengths = Lengths(f"assumed, sigma {SPREAD:g}", longest, None, median, SPREAD)
+        low, high = (median, high) if lengths.mean < mean else (low, median)
+    return lengths
 
 
 def read_lengths(text: str, longest: int) -> Lengths:
@@ -77,7 +84,7 @@ def read_lengths(text: str, longest: int) -> Lengths:
         lengths = _listed(path)
     else:
         raise InputError(f"--lengths {text}: no such file or directory; {HOW}")
-    return Lengths(text, longest, lengths)
+    return Lengths(text, longest, np.sort(np.clip(lengths, 1, longest)))
 
 
 def _listed(path: Path) -> np.ndarray:
@@ -92,7 +99,7 @@ def _listed(path: Path) -> np.ndarray:
 
 
 def _recorded(run: Path) -> np.ndarray:
-    """Return the lengths of all responses in a run's recorded batches (`stored.batches`)."""
+    """Return the lengths of all responses in the batches that a run recorded."""
     from safetensors import safe_open
 
     folder, parts = run / "batches", []
@@ -123,6 +130,9 @@ class Workload:
     mean_response: float  # tokens
     mean_prompt: float  # tokens
     host_gib: float  # memory of one node's host
+    given_lengths: Lengths | None = None  # of responses, with the mean above; None: see `assumed_lengths`
+    imbalance: float = EXPERT_WAIT  # time of the busiest expert-parallel rank over the mean
+    served: bool = False  # responses come over HTTP, although the engine is beside the learner
 
     @property
     def ranks(self) -> int:
@@ -214,11 +224,37 @@ class Workload:
         """
         return max(self.recipe.learner.max_tokens_per_microbatch, self.longest)
 
+    @property
+    def lengths(self) -> Lengths:
+        longest = self.recipe.rollout.max_response_length
+        return self.given_lengths or assumed_lengths(min(self.mean_response, longest), longest)
+
+    @cached_property
+    def mean_square(self) -> float:
+        """Mean square of the length of a sequence; attention goes by it."""
+        sequences = self.mean_prompt + self.lengths.quantiles(QUANTILES)
+        return float(np.square(sequences).mean())
+
     @cached_property
     def microbatches(self) -> int:
-        """Microbatches of one update on each data-parallel rank."""
-        per_rank = self.trained_tokens / self.recipe.batch.minibatches / self.data_parallel
-        return max(1, math.ceil(per_rank / self.recipe.learner.max_tokens_per_microbatch))
+        """Microbatches of one update on each data-parallel rank. A sequence is not cut: a microbatch that has no room
+        for one more stays partly empty, by half a sequence on average."""
+        held = self.recipe.learner.max_tokens_per_microbatch / self.mean_sequence
+        sequences = self.recipe.num_sequences / self.recipe.batch.minibatches / self.data_parallel
+        return max(1, math.ceil(sequences / max(1.0, held - 0.5)))
+
+
+def nodes_of(recipe: Recipe, gpus: int, nodes: int | None, gpus_per_node: int | None) -> tuple[int, int]:
+    """Return (nodes, GPUs in a node) of ``gpus`` in all. Raises `InputError` if they do not divide."""
+    if nodes is not None and gpus_per_node is not None:
+        raise InputError("--gpus, --nodes and --gpus-per-node: two of the three say it all; leave one out")
+    stated = _SIZE.search(recipe.name)
+    node = gpus // nodes if nodes else gpus_per_node or min(gpus, int(stated[2]) if stated else 8)
+    if node < 1 or gpus % node or (nodes and gpus % nodes):
+        raise InputError(
+            f"--gpus: {gpus} are not whole nodes of {node or nodes}; give --gpus-per-node, or another number"
+        )
+    return gpus // node, node
 
 
 def make_workload(
@@ -230,32 +266,44 @@ def make_workload(
     mean_response: float | None = None,
     mean_prompt: float | None = None,
     host_gib: float | None = None,
+    lengths: Lengths | None = None,
+    checks: bool = True,
 ) -> Workload:
     """Return the workload of a recipe for the size in its name (``…-4n8g-…``) or for the given size.
 
-    Raises `InputError` if neither gives a size, or the layout does not divide it.
+    ``checks`` False: its layout need not fit the ranks, for a search of others.
+
+    Raises `InputError` if neither gives a size, the layout does not divide it, or a mean is above what the recipe
+    allows.
     """
     stated = _SIZE.search(recipe.name)
     if nodes is None and gpus_per_node is None and stated is None:
         raise InputError(
-            f"plan: number of GPUs unknown: the recipe's name ({recipe.name}) has no <nodes>n<GPUs>g; give --nodes and "
-            "--gpus-per-node"
+            f"plan: number of GPUs unknown: the recipe's name ({recipe.name}) has no <nodes>n<GPUs>g; give --gpus, or "
+            "--nodes and --gpus-per-node"
         )
     nodes = nodes or (int(stated[1]) if stated else 1)
     gpus_per_node = gpus_per_node or (int(stated[2]) if stated else 8)
     rollout, prompt = recipe.rollout, recipe.data.prompt
+    for option, mean, key, longest in (
+        ("--mean-response", mean_response, "rollout.max_response_length", rollout.max_response_length),
+        ("--mean-prompt", mean_prompt, "data.prompt.max_length", prompt.max_length),
+    ):
+        if mean is not None and mean > longest:
+            raise InputError(f"{option}: {mean:g} tokens, but {key} is {longest}; give at most that, or raise the key")
     work = Workload(
         recipe,
         architecture,
         gpu,
         nodes,
         gpus_per_node,
-        mean_response or RESPONSE_SHARE * rollout.max_response_length,
+        lengths.mean if lengths else mean_response or RESPONSE_SHARE * rollout.max_response_length,
         mean_prompt or PROMPT_SHARE * prompt.max_length,
         host_gib or gpu.host_gib,
+        lengths,
     )
-    problems = layout_problems(recipe.learner.parallel, architecture, work.ranks)
-    problems += rollout_problems(rollout, architecture, prompt.max_length, work.ranks, "cuda")
+    problems = layout_problems(recipe.learner.parallel, architecture, work.ranks) if checks else []
+    problems += rollout_problems(rollout, architecture, prompt.max_length, work.ranks if checks else None, "cuda")
     if problems:
         raise InputError(f"recipe {recipe.name} on {work.ranks} ranks:\n" + "\n".join(f"  {p}" for p in problems))
     return work

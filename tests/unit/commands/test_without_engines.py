@@ -73,7 +73,6 @@ def test_commands_that_need_no_engine(tmp_path):
     ("line", "package"),
     [
         (["check", "recipes/tiny/grpo.yaml"], "transformers"),
-        (["recipe", "trace", SCALED], "torch"),
     ],
 )
 def test_a_command_that_needs_one_says_how_to_install_it(line, package):

@@ -194,7 +194,7 @@ def test_stop_tokens_come_from_the_checkpoint(tmp_path):
     ("fields", "world_size", "message"),
     [
         ({"max_response_length": 2040}, 1, "2056, but the model's max_position_embeddings is 2048"),
-        ({"tensor_parallel": 4}, 4, "4 does not divide the 2 key/value heads"),
+        ({"tensor_parallel": 8}, 8, "8 does not divide the 4 attention heads"),
         ({"tensor_parallel": 2}, 3, "2 does not divide the 3 ranks"),
         ({"stop_token_ids": [2, 128]}, 1, "[128] are outside the vocabulary (0 … 127)"),
     ],

@@ -74,11 +74,11 @@ def test_shares_are_those_that_an_h200_reached():
 
 
 def test_steps_without_graphs_are_launched_one_by_one():
-    assert model.exact_step(work("rollout.enforce_eager=true"), 128, 2304, 5120).kernels == hardware.EAGER_OVERHEAD_S
+    assert model.exact_step(work("rollout.enforce_eager=true"), 128, 2304, 5120).kernels == hardware.EXACT_EAGER_S
     of_module = model.exact_step(work("learner.parallel.expert_tensor=2"), 128, 2304, 5120)
-    assert of_module.kernels == hardware.EAGER_OVERHEAD_S, "a layout that `exact.step` does not take"
+    assert of_module.kernels == hardware.EXACT_EAGER_S, "a layout that `exact.step` does not take"
     adapted = model.exact_step(work("learner.lora={rank: 8}"), 128, 2304, 5120)
-    assert adapted.kernels == hardware.EAGER_OVERHEAD_S
+    assert adapted.kernels == hardware.EXACT_EAGER_S
 
 
 def test_a_lone_sequence_has_a_processor_for_each_split():
@@ -95,7 +95,7 @@ def test_the_cache_is_what_the_share_of_a_gpu_leaves():
     at_rest = memory_plan(work()).learner.at_rest(work().recipe.learner.offload)
     token = 2 * 48 * 2 * 128 * 2
     assert exact_cache(work()).token_bytes == token
-    left = 0.75 * 79.1 * 2**30 - at_rest - 2 * 2**30
+    left = 0.75 * 79.1 * 2**30 - at_rest - model.runtime_bytes(work())
     wanted = 128 * (2048 + 8192) * token
     assert exact_cache(work()).cache == rounded(min(left, wanted), scale=left)
     assert exact_cache(work("rollout.max_num_seqs=4")).cache == 4 * 10240 * token

@@ -24,7 +24,7 @@ from megatron_rl.instruments.plan.memory import (
     own_code,
 )
 from megatron_rl.instruments.plan.report import render
-from megatron_rl.instruments.plan.search import step_time
+from megatron_rl.instruments.plan.timing import step_time
 from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.architecture import read_architecture, shape_of
 from megatron_rl.run.recorded_batches import record_batch
@@ -172,7 +172,7 @@ def test_kept_sets_take_116_numbers_a_token():
     assert items[name] == tokens * 464 / 8 * 8
     without = host_phase(work(R3), memory_plan(work(R3)))
     assert not [name for name, _ in without.items if "kept_sets" in name]
-    assert name in render(make_plan(planned))
+    assert name in render(make_plan(planned), detail=True)
 
 
 def test_more_tokens_a_step_leave_less_cache():

@@ -88,7 +88,7 @@ def test_the_command_shows_the_turns_that_it_assumes(capsys, tmp_path):
     (tmp_path / "turns.py").write_text("async def hold(client, problem): ...\n")
     recipe = tmp_path / "turns.yaml"
     recipe.write_text(f"extends: {R3}\nname: turns-4n8g\nrollout: {{function: turns.py:hold, tensor_parallel: 1}}\n")
-    assert main(["plan", str(recipe), "--gpu", "h200-141"]) == 0
+    assert main(["plan", str(recipe), "--gpu", "h200-141", "--detail"]) == 0
     text = capsys.readouterr().out
     assert f"s  {JOINED}\n" in text
     assert "; 8 turns a conversation." in text
@@ -149,7 +149,7 @@ def test_our_code_takes_a_twentieth_of_a_step_at_most(prompts, response, nodes):
 
 
 def test_the_command_says_it_as_text_and_as_json(capsys):
-    assert main(["plan", str(R3), "--gpu", "h100-80"]) == 0
+    assert main(["plan", str(R3), "--gpu", "h100-80", "--detail"]) == 0
     text = capsys.readouterr().out
     assert main(["plan", str(R3), "--gpu", "h100-80", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -168,7 +168,7 @@ def test_answers_of_servers_are_fetched_while_they_sample(arm, capsys):
     (recipe,) = (REPOSITORY / "recipes" / "servers").glob(f"*-{arm}.yaml")
     assert main(["plan", str(recipe), "--gpu", "h100", "--json"]) == 0
     own = json.loads(capsys.readouterr().out)["own_code"]
-    assert main(["plan", str(recipe), "--gpu", "h100"]) == 0
+    assert main(["plan", str(recipe), "--gpu", "h100", "--detail"]) == 0
     (shown,) = [line for line in capsys.readouterr().out.splitlines() if "while servers sample" in line]
     seconds = {stage["name"]: stage["seconds"] for stage in own["stages"]}
     assert shown == f"  {seconds[FETCHED]:8.2f} s  {FETCHED}, while servers sample"
@@ -177,10 +177,10 @@ def test_answers_of_servers_are_fetched_while_they_sample(arm, capsys):
 
 
 def test_only_servers_answers_are_fetched(capsys):
-    assert main(["plan", str(R3), "--gpu", "h100-80"]) == 0
+    assert main(["plan", str(R3), "--gpu", "h100-80", "--detail"]) == 0
     assert "while servers sample" not in capsys.readouterr().out
 
 
 def test_many_ranks_need_many_open_files(capsys):
-    assert main(["plan", str(R3), "--gpu", "h100-80", "--nodes", "256"]) == 0
+    assert main(["plan", str(R3), "--gpu", "h100-80", "--nodes", "256", "--detail"]) == 0
     assert "ulimit -n" in capsys.readouterr().out

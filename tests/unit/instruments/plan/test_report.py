@@ -14,7 +14,7 @@ from megatron_rl.checkpoint.hf_folder import model_shapes
 from megatron_rl.config import load_recipe
 from megatron_rl.config.learner import LoraConfig, ParallelConfig
 from megatron_rl.instruments.plan import GPUS, make_plan, make_workload, summary
-from megatron_rl.instruments.plan.hardware import GIB, PROCESS_GIB
+from megatron_rl.instruments.plan.hardware import ALLOCATOR, GIB, PROCESS_GIB
 from megatron_rl.instruments.plan.learner import (
     Activations,
     active_parameters,
@@ -26,7 +26,7 @@ from megatron_rl.instruments.plan.learner import (
 )
 from megatron_rl.instruments.plan.memory import memory_plan
 from megatron_rl.instruments.plan.report import render
-from megatron_rl.instruments.plan.search import num_tensors
+from megatron_rl.instruments.plan.timing import num_tensors
 from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.architecture import KNOWN_MODELS, architecture_from, read_architecture, shape_of
 from megatron_rl.model.families import FAMILIES
@@ -244,11 +244,11 @@ def test_servers_that_sample_ahead_hide_the_shorter_of_generating_and_learning()
     servers = ("rollout.engine=vllm_server", "rollout.servers.count=4", "rollout.gpu_memory_utilization=0.9")
     plans = [make_plan(work(MOE, "h100-80", *servers, f"rollout.max_staleness={k}")) for k in (0, 1)]
     apart, ahead = (plan.time for plan in plans)
-    learning = apart.old_logprobs + apart.update + apart.optimizer
+    learning = apart.learning
     assert apart.total == rounded(apart.generate + learning + apart.refit)
-    assert ahead.total == rounded(max(apart.generate, learning) + apart.refit)
-    line = f"{-min(apart.generate, learning):8.1f} s  generating and learning at the same time (rollout.max_staleness)"
-    assert [line in render(plan) for plan in plans] == [False, True]
+    assert ahead.total == rounded(max(ahead.generate, learning) + apart.refit)
+    line = f"{-min(ahead.generate, learning):8.1f} s  generating and learning at the same time (rollout.max_staleness)"
+    assert [line in render(plan, detail=True) for plan in plans] == [False, True]
 
 
 # ---------------------------------------------------------------- offload
@@ -277,7 +277,7 @@ def test_states_and_activations_are_not_there_together():
     apart = memory_plan(work(MOE, "h100-80", *settings, ASIDE[3], nodes=1))
     saved = dict(together.phases[0].items)["activations and temporaries"] - apart.learner.optimizer
     assert together.learner.states > together.learner.passes
-    assert together.phases[0].total - apart.phases[0].total == rounded(1.08 * saved)
+    assert together.phases[0].total - apart.phases[0].total == rounded((1 + ALLOCATOR[1]) * saved)
     assert dict(apart.phases[0].items)["optimizer states"] == apart.learner.states
 
 
@@ -302,7 +302,7 @@ def test_host_memory_of_a_node(capsys):
 
 def test_the_report_says_what_each_setting_gains():
     plan = make_plan(work(MOE, "h100-80", *ASIDE, "rollout.gpu_memory_utilization=0.8", nodes=1))
-    text = render(plan)
+    text = render(plan, detail=True)
     rows = re.findall(r"^  (none|[gowP]+) +[\d.]+ +([\d.]+) +(\d+) +([\d.]+) +(\d+); ", text, re.MULTILINE)
     assert [row[0] for row in rows] == ["none", "g", "go", "goP", "gow", "gowP"]
     rest, tokens, host = ([float(row[i]) for row in rows] for i in (1, 2, 4))
@@ -310,7 +310,7 @@ def test_the_report_says_what_each_setting_gains():
     assert tokens[:3] == sorted(tokens[:3])
     assert host == sorted(host)
     assert "gowP" in next(line for line in text.splitlines() if line.endswith("← the recipe's"))
-    assert f"{plan.time.offload:8.1f} s  copies to and from host memory (learner.offload)" in text
+    assert re.search(rf"{plan.time.offload:8.1f} s .* copies to and from host memory \(learner.offload\)", text)
     assert summary(plan).endswith(
         f"{plan.time.offload:.1f} s of it offload, {plan.host.total / GIB:.0f} GiB of host memory a node"
     )
@@ -343,13 +343,14 @@ def test_too_large_a_microbatch_is_refused_with_one_that_fits(capsys):
     tokens = re.search(r"max_tokens_per_microbatch to (\d+)", message)[1]
     for remedy in ("learner.recompute=full", f"learner.max_tokens_per_microbatch={tokens}"):
         assert main(["plan", str(DENSE), "--gpu", "a100-80", *large, "--set", remedy]) == 0
-    more = f"learner.max_tokens_per_microbatch={int(tokens) + 1024}"
-    assert main(["plan", str(DENSE), "--gpu", "a100-80", *large, "--set", more]) == 2
+    more = work(DENSE, "a100-80", "learner.recompute=none", f"learner.max_tokens_per_microbatch={int(tokens) + 1024}")
+    assert not memory_plan(more).phases[0].is_sure
 
 
 def test_a_header_line():
     assert re.fullmatch(
-        r"32 × h100-80: learning [\d.]+, generating [\d.]+ of 79.1 GiB a GPU; \d+ s a step", summary(make_plan(work()))
+        r"32 × h100-80: learning [\d.]+, generating [\d.]+ of 79.1 GiB a GPU; about \d+ s \(\d+ s to \d+ s\) a step",
+        summary(make_plan(work())),
     )
 
 

@@ -7,12 +7,16 @@ import json
 import re
 import shlex
 
+import pytest
+
 from megatron_rl.__main__ import main
 from megatron_rl.config import load_recipe
 from megatron_rl.config.model_rules import layout_problems
-from megatron_rl.instruments.plan import GPUS, make_plan, make_workload
+from megatron_rl.instruments.plan import GPUS, fewest_gpus, make_plan, make_workload
 from megatron_rl.instruments.plan.hardware import MOST_UTILIZATION
+from megatron_rl.instruments.plan.memory import memory_plan
 from megatron_rl.instruments.plan.report import render
+from megatron_rl.instruments.plan.timing import step_time
 from megatron_rl.model.architecture import shape_of
 from tests.support.planned import MOE, STAYS, work
 from tests.support.rounding import rounded
@@ -68,11 +72,11 @@ def test_a_layout_that_fits_is_named_and_does(capsys):
 
 def test_where_nothing_fits_what_lacks_least_comes_first():
     plan = make_plan(work(MOE, "a100-40", nodes=1, gpus_per_node=8))
-    missing = [max(phase.missing for phase in layout.memory.phases) for layout in plan.layouts]
+    missing = [max(phase.missing + phase.margin for phase in layout.memory.phases) for layout in plan.layouts]
     assert min(missing) > 0
     assert missing == sorted(missing)
-    assert "none fits, the one that lacks least first" in render(plan)
-    assert "--set learner.parallel" not in render(plan)
+    assert "none fits, the one that lacks least first" in render(plan, detail=True)
+    assert "--set learner.parallel" not in render(plan, detail=True)
 
 
 def test_a_faster_layout_says_how_to_get_it(capsys):
@@ -80,7 +84,6 @@ def test_a_faster_layout_says_how_to_get_it(capsys):
     best = plan.layouts[0]
     assert not best.is_recipes
     line = next(line for line in render(plan).splitlines() if "--set learner.parallel" in line)
-    assert "efficiencies were not measured" in line
     words = shlex.split(line)
     overrides = [after for word, after in itertools.pairwise(words) if word == "--set"]
     taken = make_plan(work(MOE, "h100-80", *overrides))
@@ -108,7 +111,9 @@ def test_more_sequences_at_a_time_are_proposed_where_they_pay(capsys):
     assert time.total < 0.99 * plan.time.total
     assert taken.sequences is None
     assert make_plan(work(MOE)).sequences is None
-    assert f"--set rollout.max_num_seqs={number}: {time.generate:.0f} s of generating instead of" in render(plan)
+    assert f"--set rollout.max_num_seqs={number}: {time.generate:.0f} s of generating instead of" in render(
+        plan, detail=True
+    )
     assert main(["plan", str(recipe), "--gpu", "h100-80", "--json"]) == 0
     proposed = json.loads(capsys.readouterr().out)["proposed"]
     assert proposed == {"rollout.max_num_seqs": number, "step_s": time.total}
@@ -121,3 +126,62 @@ def test_few_sequences_are_not_proposed_more_than_the_cache_holds():
     tried = {n: make_plan(work(MOE, "h100-80", f"rollout.max_num_seqs={n}")).time.total for n in (64, 128, 256, 512)}
     assert time.total == tried[number]
     assert all(0.99 * total > min(tried.values()) for n, total in tried.items() if n < number)
+
+
+ROUTED = REPOSITORY / "recipes/router_replay/grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "number", "settings"),
+    [("a100-40", 16, ()), ("h100-80", 4, ("rollout.max_response_length=30720",)), ("b200-180", 2, ())],
+)
+def test_fewest_gpus(gpu, number, settings):
+    """The recipe's own layout may be illegal on so few; half of them hold no layout."""
+    recipe = load_recipe(ROUTED, [*settings, "rollout.tensor_parallel=2"])
+    shape = shape_of(recipe.model.path)[0]
+    table = fewest_gpus(recipe, shape, GPUS[gpu], 2, 8, None, None, None, None).splitlines()
+    numbers = [int(line.split()[0]) for line in table[1:]]
+    assert numbers[0] == int(re.search(r"fewest: (\d+) ", table[0])[1])
+    for count, line in zip(numbers, table[1:], strict=True):
+        chosen = re.findall(r"--set (\S+)", line)
+        again = load_recipe(ROUTED, [*settings, "rollout.tensor_parallel=2", *chosen])
+        work_again = make_workload(again, shape, GPUS[gpu], max(1, count // 8), min(8, count))
+        own = memory_plan(work_again)
+        assert own.fits
+        assert f"{step_time(work_again, own.engine).total:8.0f} s a step" in line
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpus", "fits"), [("a100-40", 16, False), ("h100-80", 64, True), ("b200-180", 8, True)]
+)
+def test_gpus_are_all_gpus(gpu, gpus, fits, capsys):
+    """Where the recipe's own layout does not fit, one that does is named."""
+    long = [] if not fits else ["--set", "rollout.max_response_length=30720"]
+    assert main(["plan", str(ROUTED), "--gpu", gpu, "--gpus", str(gpus), *long]) == (0 if fits else 2)
+    printed = capsys.readouterr()
+    assert f" on {gpus // 8} × 8 {gpu}" in printed.out
+    assert fits or f"a layout of {gpus} {gpu} that fits: --set learner.parallel.tensor" in printed.err
+    assert len(printed.out.splitlines()) <= 8
+
+
+@pytest.mark.parametrize("option", ["--gpus", "--nodes", "--gpus-per-node", "--mean-response", "--mean-prompt"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "x"])
+def test_numbers_that_cannot_be_are_refused(option, value, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", str(ROUTED), "--gpu", "h100", option, value])
+    assert f"argument {option}: " in capsys.readouterr().err
+
+
+def test_advice_on_a_small_cache_is_tried():
+    """Qwen3-235B in engines of 4 GPUs: 16 is named, and it holds the longest sequence."""
+    large = ("model.path=models/Qwen3-235B-A22B", "learner.parallel.expert=16")
+
+    def planned(*settings):
+        recipe = load_recipe(ROUTED, [*large, *settings])
+        return make_plan(make_workload(recipe, shape_of(recipe.model.path)[0], GPUS["h100-80"], 16, 8))
+
+    plan = planned("rollout.tensor_parallel=4")
+    (told,) = re.findall(r"set rollout.tensor_parallel to (\d+)", " ".join(plan.problems))
+    assert not plan.has_time
+    assert "a step      not known" in render(plan)
+    assert planned(f"rollout.tensor_parallel={told}").memory.holds_longest

@@ -9,28 +9,36 @@ import pytest
 
 from megatron_rl.__main__ import main
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.plan.workload import read_lengths
+from megatron_rl.instruments.plan.workload import assumed_lengths, read_lengths
 from tests.support.planned import MOE, work
 from tests.support.tiny import REPOSITORY
 
 
 def test_lognormal_has_the_median_and_is_cut():
     lengths = read_lengths("lognormal:100,0.5,400", 8192)
-    sample = lengths.sample()
+    sample = lengths.quantiles(1000)
     assert sample.min() >= 1
     assert sample.max() == 400
     wanted = math.erf(math.log(400 / 100) / 0.5 / math.sqrt(2)) / 2 + 0.5
-    share, spread = (sample < 400).mean(), math.sqrt(wanted * (1 - wanted) / sample.size)
-    assert abs(share - wanted) < 6 * spread
-    assert abs((sample <= 100).mean() - 0.5) < 6 * math.sqrt(0.25 / sample.size)
-    assert read_lengths("lognormal:100,3", 50).sample().max() == 50
-    assert np.array_equal(lengths.draw(3, 2), lengths.again().draw(3, 2))
+    assert abs((sample < 400).sum() - 1000 * wanted) <= 1
+    assert (sample <= 100).sum() == 500
+    assert read_lengths("lognormal:100,3", 50).quantiles(100).max() == 50
+
+
+@pytest.mark.parametrize("mean", [1.0, 100.0, 3200.0, 4000.0, 4096.0])
+def test_the_assumed_spread_has_the_given_mean(mean):
+    """But for a millionth, to which it is found."""
+    lengths = assumed_lengths(mean, 4096)
+    assert abs(lengths.mean - mean) <= 1e-6 * mean
+    assert lengths.quantiles(64).max() <= 4096
 
 
 def test_lengths_of_a_file(tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("3\n5\n900\n")
-    assert sorted(set(read_lengths(str(file), 100).draw(50, 4).ravel())) == [3, 5, 100]
+    lengths = read_lengths(str(file), 100)
+    assert (lengths.mean, list(lengths.found)) == (36, [3, 5, 100])
+    assert list(lengths.quantiles(1)) == [5]
 
 
 def test_lengths_of_a_run(tmp_path):
@@ -40,7 +48,7 @@ def test_lengths_of_a_run(tmp_path):
     for step in range(2):
         ends = np.array([0, 4, 4, 11 + step])
         save_file({"cu_response": ends}, tmp_path / "batches" / f"step_{step:08d}.safetensors")
-    assert sorted(read_lengths(str(tmp_path), 100).sample()) == [4, 4, 7, 8]
+    assert list(read_lengths(str(tmp_path), 100).found) == [4, 4, 7, 8]
 
 
 @pytest.mark.parametrize(

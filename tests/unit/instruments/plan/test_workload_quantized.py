@@ -8,6 +8,13 @@ from megatron_rl.config import load_recipe
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.plan import GPUS, make_workload
 from megatron_rl.instruments.plan.generation import Decoding, engine_memory
+from megatron_rl.instruments.plan.hardware import (
+    DECODE_BANDWIDTH,
+    DECODE_EXCHANGE_S,
+    DECODE_LAYER_S,
+    ROUNDED_LAYER_S,
+    SAMPLED_S,
+)
 from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.architecture import shape_of
 from tests.support.rounding import rounded
@@ -41,10 +48,13 @@ def test_weights_in_memory_and_read_in_a_step(quantization, size):
     sizes = engine(w)
     assert sizes.weights == rounded(whole / 2)  # engines of two GPUs
     decoding = Decoding.of(w, sizes)
-    bandwidth = 0.7 * 3.35e12
-    assert decoding.read(1e9) == rounded(whole / 2 / bandwidth)
+    bandwidth = DECODE_BANDWIDTH * 3.35e12
+    layer = DECODE_LAYER_S["hopper"] + DECODE_EXCHANGE_S["hopper"] + ROUNDED_LAYER_S * (quantization != "null")
     idle = LAYERS * (EXPERTS - 8) * EXPERT * size
-    assert decoding.read(1) == rounded((whole - idle) / 2 / bandwidth)
+    expected = LAYERS * layer + (whole - idle) / 2 / bandwidth + SAMPLED_S
+    assert decoding.step(1, 0) == rounded(expected)
+    many = LAYERS * layer + (whole / 2 + 4e6 * sizes.token_bytes) / bandwidth + 2000 * SAMPLED_S
+    assert decoding.step(2000, 4e6) == rounded(many)
 
 
 def test_a_cache_in_fp8_holds_twice_the_tokens():
