@@ -6,22 +6,16 @@ import json
 import pytest
 
 from tests.support import reach
-from tests.support.reach import REACHED, TRACE
+from tests.support.reach import REACHED
 from tests.support.zygote import zygote
-
-SMALL_TRACE = {
-    "recipe": "recipes/router_replay/grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml",
-    "layers": 2,
-    "ranks": [0],
-}  # of those that test_trace.py makes
 
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory) -> dict[str, reach.Seen]:
     """What each test ran."""
     folder = tmp_path_factory.mktemp("reach")
-    tests = sorted({test for file in REACHED for test in reach.tests_of(file)} - {TRACE})
-    arguments = {"files": list(REACHED), "tests": tests, "trace": SMALL_TRACE, "name": TRACE, "folder": str(folder)}
+    tests = sorted({test for file in REACHED for test in reach.tests_of(file)})
+    arguments = {"files": list(REACHED), "tests": tests, "folder": str(folder)}
     child = zygote().start("tests.unit.support.programs.reach", "run", arguments, log=folder / "log")
     assert child.wait() == 0, child.output
     printed = json.loads((folder / "lines.json").read_text())

@@ -1,11 +1,10 @@
-"""Runs tests, and one small trace, and writes which lines of some files each of them ran."""
+"""Runs tests, and writes which lines of some files each of them ran."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,16 +26,11 @@ class Notes:
         return result
 
 
-def run(files: list[str], tests: list[str], trace: dict[str, Any], name: str, folder: str) -> int:
-    """Nonzero where ``tests`` cannot be run; whether they pass is theirs to say. ``trace``: a case of `trace_all`; its
-    lines are those of ``name``."""
+def run(files: list[str], tests: list[str], folder: str) -> int:
+    """Nonzero where ``tests`` cannot be run; whether they pass is theirs to say."""
     notes = Notes(files)
     status = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[notes])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(status)
-    from tests.parallel.programs.trace import trace_all
-
-    with reach.watching(*files) as notes.lines[name]:
-        trace_all([trace], str(Path(folder, "trace.json")))
     Path(folder, "lines.json").write_text(json.dumps({test: sorted(lines) for test, lines in notes.lines.items()}))
     return 0
