@@ -45,7 +45,7 @@ def exact(run: Run, layout: str, dtype: str) -> dict[str, Any]:
 
 
 def train(run: Run, size: int, parallel: dict[str, int], libraries: str) -> dict[str, Any]:
-    """What `train_on_stored_rollouts` returns on the first rank, in fp32."""
+    """What the first rank returns, in fp32."""
     learner = {"optimizer": {"lr": 1e-4, "eps": EPS}, "parallel": parallel}
     sections = {"num_steps": STEPS, "runtime": {"device": run.device}, "learner": learner}
     job = ("tests.parallel.programs.learner.train_on_stored_rollouts", sections)

@@ -30,21 +30,21 @@ def main(run: Run) -> None:
     found: dict[str, Any] = {}
     # Products, attention and copies with torch's own kernels: the peak and the bandwidth to measure by.
     run.part("rates", lambda: found.setdefault("rates", check(run, "rates", 1)["figures"]))
-    run.part("checkpoint", partial(made_up_model, run))
     for name in ("update", "generation"):
         run.part(name, partial(beside, run, name, found))
     run.part("plan", partial(planned, run, found))
 
 
-def made_up_model(run: Run) -> None:
-    """Random weights in bf16, in files of one layer each."""
+def made_up_model(run: Run) -> str:
+    """The folder of a model with random weights in bf16, in files of one layer each; made once."""
     import torch
     from safetensors.torch import save_file
 
     from megatron_rl.checkpoint.hf_folder import model_shapes
     from megatron_rl.model.architecture import KNOWN_MODELS, read_architecture
 
-    folder = run.folder / "widths"
+    if (folder := run.folder / "widths").exists():
+        return str(folder)
     shutil.copytree(TINY / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
     if not run.rehearse:
@@ -63,6 +63,7 @@ def made_up_model(run: Run) -> None:
         save_file(tensors, folder / file, metadata={"format": "pt"})
         place |= dict.fromkeys(tensors, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
+    return str(folder)
 
 
 def recipe_of(model: str, device: str, sizes: dict[str, int]) -> Any:
@@ -92,7 +93,7 @@ def recipe_of(model: str, device: str, sizes: dict[str, int]) -> Any:
 def beside(run: Run, name: str, found: dict[str, Any]) -> dict[str, Any]:
     """Ours beside the engine alone, by both clocks."""
     sizes = REHEARSED if run.rehearse else SIZES
-    values = {"model": str(run.folder / "widths"), "device": run.device, "sizes": sizes}
+    values = {"model": made_up_model(run), "device": run.device, "sizes": sizes}
     (results,) = run.ranks(1, {name: (f"tools.gpu.r6.{name}", values)}, 240).whole()
     found[name] = results[name]
     clock = "processor time" if run.rehearse else "wall clock"
