@@ -18,7 +18,7 @@ def main(run: Run) -> None:
     for layout in LAYOUTS:
         run.part(f"gradients, {layout}", partial(gradients, run, layout, one, "te"))
     run.part("saved and resumed", partial(resumed, run))
-    # Fused attention in bf16. A rehearsal has none: ranks share sequences by Megatron's own layers.
+    # Fused attention in bf16; in a rehearsal Megatron's own layers.
     run.part("context", partial(check, run, "context", 2))
 
 

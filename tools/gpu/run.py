@@ -27,7 +27,6 @@ SITE = Path(__file__).parent / "site"
 SECONDS = 480.0  # of a script on the GPU
 GRACE_S = 3.0  # for ranks that lost a peer, to say so
 LOG_CHARACTERS = 20_000  # the watchdog's message comes before a long stack
-SHOWN = 400  # characters of a part's reason; the file has all of it
 GREEN, RED, OPEN = 0, 1, 3  # exit status
 PLANT = "GPU_CAMPAIGN_PLANT"  # environment variable of ranks: the fault that `rank` plants
 
@@ -128,7 +127,7 @@ class Run:
                 part.update(state="red", reason=f"{type(error).__name__}: {error}", stack=traceback.format_exc())
         part["seconds"] = round(time.monotonic() - start, 2)
         self.write()
-        print(f"{self.name}, {name}: {part['state']} in {part['seconds']} s {part['reason'][:SHOWN]}", flush=True)
+        print(f"{self.name}, {name}: {part['state']} in {part['seconds']} s {part['reason'][:400]}", flush=True)
 
     def tiny_model(self) -> Path:
         """The tiny model with four key heads, so that up to four ranks divide them."""
