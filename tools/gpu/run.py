@@ -149,14 +149,14 @@ class Run:
         planted = f", fault {self.plant} planted" if self.plant else ""
         return f"{self.name}: {worst}: {which}; {time.monotonic() - self.start:.0f} s ({where}{planted})"
 
-    def write(self) -> None:
+    def write(self) -> str:
         document = {"verdict": self.verdict(), "rehearsal": self.rehearse, "plant": self.plant, **about()}
         text = json.dumps(document | {"parts": self.parts}, indent=1, ensure_ascii=False, default=str)
         write_whole(self.out, text + "\n")
+        return document["verdict"]
 
     def end(self) -> int:
-        self.write()
-        print(self.verdict(), flush=True)
+        print(self.write(), flush=True)
         return RED if "red" in self.states else OPEN if "open" in self.states or not self.states else GREEN
 
     # -- ranks
