@@ -16,7 +16,7 @@ GREEN, RED = 0, 1
 CASES = [  # script, fault, a word of the parts that are run, a word of the part that it turns red
     ("r1", "", "", ""),
     ("r1", "", "exact, tp2ep2", ""),
-    ("r1", "other_route", "exact, tp2ep2", "exact, tp2ep2"),
+    ("r1", "other_route", "exact, tp2ep2", "exact, tp2ep2, bf16"),
     ("r1", "rounded", "gradients", "gradients, tp2ep2"),
     ("r1", "dropped", "gradients", "gradients, dp2"),
     ("r2", "", "", ""),
@@ -33,7 +33,7 @@ CASES = [  # script, fault, a word of the parts that are run, a word of the part
     ("r6", "slow", "", "generation"),
     ("r6", "wrong_plan", "", "plan"),
 ]
-QUICK = [("r1", "", "exact, tp2ep2", ""), ("r1", "other_route", "exact, tp2ep2", "exact, tp2ep2")]
+QUICK = [("r1", "", "exact, tp2ep2", ""), ("r1", "other_route", "exact, tp2ep2", "exact, tp2ep2, bf16")]
 
 
 def test_each_fault_of_each_script_has_a_case():
