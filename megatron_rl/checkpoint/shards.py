@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import unwrap_model
 
@@ -388,6 +389,23 @@ def optimizer_settings(optimizer: MegatronOptimizer) -> dict[Any, Any]:
     return parts[0] if len(parts) == 1 else dict(enumerate(parts))
 
 
+_RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
+
+
+def _take_present_rates(saved_groups: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Give saved groups of parameters the rates of the present ones, which a recipe may have changed since.
+
+    megatron-core 0.19 finds a group's saved state by its rates too, and would find none.
+    """
+    others = [key for key in param_group_identifier_keys if key not in _RATES]
+    for saved in saved_groups:
+        for group in groups:
+            if all(saved.get(key) == group.get(key) for key in others):
+                for key in _RATES:
+                    saved.pop(key, None)
+                saved |= {key: group[key] for key in _RATES if key in group}
+
+
 def load_optimizer_settings(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
     """Load ``state``, which torch's Adam or TransformerEngine's wrote. Settings that only one of them has stay as they
     were. The number of steps becomes a whole number, as TransformerEngine's kernel wants it."""
@@ -396,6 +414,9 @@ def load_optimizer_settings(optimizer: MegatronOptimizer, state: dict[Any, Any])
     parts = [state] if len(optimizer.chained_optimizers) == 1 else list(state.values())
     for part in parts:
         part.pop("param_state", None)
+    for chained, part in zip(optimizer.chained_optimizers, parts, strict=True):
+        if not getattr(chained, "is_stub_optimizer", False):
+            _take_present_rates(part["optimizer"]["param_groups"], chained.optimizer.param_groups)
     optimizer.load_state_dict(state)
     for adam, settings in zip(inner, own, strict=True):
         for group, kept in zip(adam.param_groups, settings, strict=True):

@@ -165,7 +165,7 @@ def _merge(base: dict[str, Any], top: dict[str, Any], at: Where, replaced: set[W
     for key, value in top.items():
         old, here = merged.get(key), (*at, key)
         both = isinstance(old, dict) and isinstance(value, dict)
-        told = ("name", "function") if key == "policy_term" else ("function",)
+        told = ("name", "function") if key == "policy_term" else ("function",) if at else ()  # a section is no variant
         if both and all(value.get(part, old.get(part)) == old.get(part) for part in told):
             merged[key] = _merge(old, value, here, replaced)
         elif isinstance(value, Patch):

@@ -68,5 +68,8 @@ async def passes_tests(response: str, answer: str) -> float:
     finally:
         if box.returncode is None:
             box.kill()
-            await box.wait()
+        for stream in (box.stdout, box.stderr):  # asyncio sees the end of a process when its pipes are read to theirs
+            while await stream.read(1 << 16):
+                pass
+        await box.wait()
     return float(said.decode(errors="replace") == f"in the box\n{mark}")

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from megatron_rl.config.learner import ScheduleConfig
+from megatron_rl.patching import states
 from megatron_rl.patching.releases import find_target
 from megatron_rl.schedule import LearningRateSchedule
 from tests.support.series import megatron_core
@@ -58,7 +59,7 @@ def scheduler_class(monkeypatch) -> type:
     import megatron.core.optimizer  # noqa: F401 -- takes other names from the module, before it is replaced
 
     series = megatron_core()
-    pristine = series.pristine(series.load(find_target(series, None, allow_global=True).root))
+    pristine = states.examine(series, find_target(series, None, allow_global=True)).pristine
     (patch,) = series.of(["schedule/length-decay-in-the-scheduler"])
     files = patch.applied_to(pristine)
     for name in ("length_decay", "optimizer_param_scheduler"):

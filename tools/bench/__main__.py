@@ -37,7 +37,6 @@ SMOKE: dict[str, str] = {
     "learner": "--sequences 2 --length 16 --rounds 1",
     "objective": "--tokens 4096 --length 64 --threads 1 --repeats 1 --most 1000",
     "packing": "--sequences 16 --ranks 2 --batches 1",
-    "pipeline": "--turns 1 --steps 8 --modes finish --rounds 1",
     "refit": "--rounds 1",
     "replay": "--repeats 1",
     "reward": f"{PROBLEMS} --wrong 1",

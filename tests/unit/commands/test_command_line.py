@@ -155,7 +155,7 @@ def test_an_unknown_command_is_told_the_nearest(typed, message, capsys):
 
 
 FLAT = """
-train check doctor plan trace eval eval-grid serve servers schema watch samples plot replay attribute experts
+train check doctor plan eval eval-grid serve servers schema watch samples plot replay attribute experts
 gradient-bias mismatch explain-schedule score-alarms convert prepare-data lab sanity-set sanity-verdict softmax-study
 patch
 """
@@ -302,7 +302,7 @@ def test_an_old_program_starts_its_command_from_anywhere_without_an_installed_pa
 def test_old_programs_hand_over_arguments_and_status(tmp_path):
     done = python(str(REPOSITORY / "tools" / "patches.py"), "status", "no such series", cwd=tmp_path, path=None)
     assert done.returncode == 2
-    assert "error: no such upstream: no such series; there are: megatron-core-0.15" in done.stderr
+    assert "error: no such upstream: no such series; there are: megatron-core-0.16" in done.stderr
 
 
 def test_tools_and_tests_need_no_search_path_of_their_own():

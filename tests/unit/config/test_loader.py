@@ -110,7 +110,7 @@ def test_resolved_recipes_load_again(tmp_path):
         ("learner.dtype=fp8", ["learner.dtype: found 'fp8'", "'bf16', 'fp16', 'tf32' or 'fp32'"]),
         ("learner.parallel.tensor=3", ["learner.parallel.tensor: 3 does not divide", "attention heads (4)"]),
         ("learner.parallel.expert=5", ["learner.parallel.expert: 5 does not divide", "experts (8)"]),
-        ("learner.parallel.pipeline=3", ["learner.parallel.pipeline: 3 does not divide", "layers (4)"]),
+        ("learner.parallel.pipeline=3", ["tensor · pipeline · context = 3 does not divide the number of ranks (1)"]),
         ("learner.parallel.tensor=2", ["pipeline · context = 2 does not divide the number of ranks (1)"]),
         ("learner.parallel.context=2", ["tensor · pipeline · context = 2 does not divide the number of ranks (1)"]),
         ("learner.parallel.context=2\nrollout.engine=exact", ["learner.parallel.context: 2", "exact", "use 1"]),

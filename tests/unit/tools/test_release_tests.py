@@ -45,10 +45,11 @@ def test_megatrons_tests_are_those_of_files_that_patches_change(tmp_path):
     (folder / "test_router.py").write_text("from megatron.core.transformer.moe.router import TopKRouter\n")
     (folder / "test_package.py").write_text("from megatron.core.transformer.moe import experts, router\n")
     (folder / "test_other.py").write_text("from megatron.core.transformer.moe.router_of_others import x\n")
-    touched = release_tests.touched_tests(SERIES["0.16.1"], tmp_path, "")
+    changed = SERIES["0.16.1"].paths
+    touched = release_tests.touched_tests(changed, tmp_path, "")
     assert touched == ["tests/unit_tests/moe/test_package.py", "tests/unit_tests/moe/test_router.py"]
-    assert release_tests.touched_tests(SERIES["0.16.1"], tmp_path, "models,moe/test_r") == touched[1:]
-    assert release_tests.touched_tests(SERIES["0.16.1"], tmp_path, "dist_checkpointing") == []
+    assert release_tests.touched_tests(changed, tmp_path, "models,moe/test_r") == touched[1:]
+    assert release_tests.touched_tests(changed, tmp_path, "dist_checkpointing") == []
 
 
 def test_a_test_that_the_patches_lose_is_named(monkeypatch, tmp_path):

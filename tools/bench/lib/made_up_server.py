@@ -31,6 +31,9 @@ def response(body: dict[str, Any], version: int, architecture: Architecture | No
     rng = np.random.default_rng([fields["seed"], version])
     number = length or int(rng.integers(1, fields["max_tokens"] + 1))
     tokens = rng.integers(0, 100, number).astype(np.int32)
+    stops = number < fields["max_tokens"]
+    if stops:
+        tokens[-1] = fields["stop_token_ids"][0]
     sealed = None
     if architecture is not None and body.get("wants_routes"):
         shape = (len(body["token_ids"]) + number - 1, architecture.num_layers, architecture.experts_per_token)
@@ -40,7 +43,7 @@ def response(body: dict[str, Any], version: int, architecture: Architecture | No
         tokens=tokens,
         logprobs=-rng.random(number, np.float32),
         versions=np.full(number, version, np.int32),
-        finish_reason="length" if number == fields["max_tokens"] else "stop",
+        finish_reason="stop" if stops else "length",
         routes=None if sealed is None else sealed.routes,
         route_checksums=None if sealed is None else sealed.checksums,
     )
