@@ -46,6 +46,7 @@ REACHED: dict[str, str | tuple[str, ...]] = {
     "megatron_rl/monitor/run_directory.py": LEARNER,
     "megatron_rl/monitor/monitor.py": LEARNER,
     "megatron_rl/instruments/plan/workload.py": "tests/unit/instruments/plan/test_workload_quantized.py",
+    "megatron_rl/instruments/plan/search.py": "tests/unit/instruments/plan/test_search.py",
     "megatron_rl/process/devices.py": ("tests/unit/process/test_devices.py", "tests/unit/doctor/test_nccl.py"),
     "megatron_rl/process/fp32_products.py": "tests/unit/process/test_fp32_products.py",
     "megatron_rl/rollout/engine_arguments.py": "tests/unit/rollout/test_engine_arguments.py",
