@@ -17,6 +17,7 @@ from tools.gpu.run import PLANT
 
 def main(folder: Path) -> None:
     jobs, device, libraries = pickle.loads((folder / "jobs.pkl").read_bytes())
+    from megatron_rl.process.devices import barrier_devices
     from megatron_rl.process.fp32_products import set_environment
 
     set_environment()
@@ -45,7 +46,10 @@ def main(folder: Path) -> None:
         part.rename(part.with_suffix(".pkl"))
         leave_layout()
     if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # one that leaves first takes connections down that its peers still use
+        where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        torch.distributed.barrier(
+            device_ids=barrier_devices(where)
+        )  # one that leaves first takes connections down that its peers still use
     os._exit(0)  # engines leave threads behind; the results are in the files
 
 

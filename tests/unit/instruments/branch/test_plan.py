@@ -263,14 +263,17 @@ def test_a_dry_run_says_arms_steps_and_cost_and_starts_nothing(sick, capsys):
 
 def test_the_gpu_hours_of_a_30b_recipe_are_those_of_its_steps(tmp_path, capsys):
     """The model is not there, its shape is known. GPU-hours: GPUs · steps · seconds a step / 3600 · seeds, by arm."""
-    recipe = load_recipe(REPOSITORY / "recipes/objective_hacking/grpo-qwen3-30b-a3b-4n8g-tp4ep8-clip0.28.yaml")
+    file = REPOSITORY / "recipes/objective_hacking/grpo-qwen3-30b-a3b-4n8g-tp4ep8-clip0.28.yaml"
+    recipe = load_recipe(file)
     folder = write(tmp_path / "big", rows(), recipe)
     checkpoint(folder, 10)
     arguments = ["run", "branch", str(folder), "--from", "10", "--steps", "30", "--arms", "one-update", "--dry-run"]
     assert main([*arguments, "--gpu", "h100", "--json"]) == 0
     hours = json.loads(capsys.readouterr().out)["gpu_hours"]
     architecture, _ = shape_of(recipe.model.path)
-    step_seconds = make_plan(make_workload(recipe, architecture, GPUS["h100-80"])).time.total
+    branch = plan_branch(folder, from_step=10, steps=30, wanted=["one-update"])
+    arm = branch.recipe(branch.jobs(branch.root)[0]).model_copy(update={"name": recipe.name})
+    step_seconds = make_plan(make_workload(arm, architecture, GPUS["h100-80"])).time.total
     assert set(hours) == {CONTROL, "one-update"}
     assert hours[CONTROL] == rounded(30 * step_seconds / 3600 * 32 * 4)
 

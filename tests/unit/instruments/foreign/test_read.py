@@ -265,6 +265,6 @@ def test_plot_draws_a_log_beside_a_run(logs, tmp_path, capsys):
     run = f"theirs={logs / 'verl/mlflow.db/rate'}"
     assert main(["run", "plot", run, str(logs / "trl/trainer_state.json"), "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "theirs: 1 run(s), 61 steps" in text
+    assert "theirs: 1 run(s), 60 steps" in text
     assert "trainer_state: 1 run(s), 24 steps" in text
     assert "response length" in (tmp_path / "curves.html").read_text()
