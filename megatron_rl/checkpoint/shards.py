@@ -401,9 +401,11 @@ def _take_present_rates(saved_groups: list[dict[str, Any]], groups: list[dict[st
     for saved in saved_groups:
         for group in groups:
             if all(saved.get(key) == group.get(key) for key in others):
-                for key in _RATES:
-                    saved.pop(key, None)
-                saved |= {key: group[key] for key in _RATES if key in group}
+                for key in _RATES:  # in place: a save writes the keys in their order
+                    if key in group:
+                        saved[key] = group[key]
+                    else:
+                        saved.pop(key, None)
 
 
 def load_optimizer_settings(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:

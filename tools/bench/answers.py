@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "token-of-a-measurement"
 PROMPT, GROUP = 256, 16  # tokens of a prompt, responses to each
 DIFFERENT = 4  # different answers of a server, which it repeats
-START_S = 60.0
+START_S = 600.0
 
 
 def architecture() -> Architecture:

@@ -17,6 +17,7 @@ from megatron_rl.instruments.lab.archive import first_difference
 from megatron_rl.instruments.lab.foresight import ArmCost
 from megatron_rl.instruments.lab.jobs import FINISHED, run_name, state_of
 from megatron_rl.instruments.lab.results import (
+    LEAST_SEEDS,
     Effect,
     Results,
     Values,
@@ -269,7 +270,8 @@ def beside_the_best(
     least = {seed: DECISIVE * gain for seed, gain in gains[arms.index(best)].items()}
     above = [paired_effect(gain, least) for gain in gains]  # below 0: the arm restores less than a quarter
     below = [paired_effect(gain, {seed: -value for seed, value in least.items()}) for gain in gains]  # or harms by less
-    others = [i for i, arm in enumerate(arms) if arm is not best and above[i] is not None]
+    enough = [effect is not None and effect.num_seeds >= LEAST_SEEDS for effect in above]
+    others = [i for i, arm in enumerate(arms) if arm is not best and enough[i]]
     of_both = holm([max(_one_sided(above[i], -1), _one_sided(below[i], 1)) for i in others])
     p = dict(zip(others, (price * value for value in of_both), strict=True))
     num_open = sum(value >= LEVEL for value in p.values())

@@ -277,3 +277,13 @@ def test_too_few_seeds_and_differences_without_spread_decide_nothing(arm, sick, 
     finish(branch, tmp_path, {CONTROL: (0.1,) * len(arm), "third-rate": arm})
     (judged,) = judge(branch, tmp_path).arms
     assert judged.verdict == "undecided"
+
+
+def test_two_seeds_beside_the_best_arm_decide_nothing(sick, tmp_path):
+    branch = plan_branch(sick, from_step=10, steps=20, wanted=ARMS)
+    finish(branch, tmp_path, PLANTED | {"third-rate": (0.90, 0.91, 0.89, 0.90)})
+    for seed in (2, 3):
+        (tmp_path / f"one-update-seed{seed}" / "DONE").unlink()
+    judgement = judge(branch, tmp_path)
+    verdicts = {judged.arm.name: judged.verdict for judged in judgement.arms}
+    assert verdicts == {"third-rate": "brings it back", "one-update": "undecided"}
