@@ -20,6 +20,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -218,13 +219,9 @@ def route(logits: torch.Tensor, top: int, pre_softmax: bool) -> tuple[torch.Tens
     """
     if on_kernels(logits):
         return kernel_ops().route(logits, top, not pre_softmax)
-    if pre_softmax:
-        scores, chosen = torch.softmax(logits, -1, dtype=torch.float32).type_as(logits).topk(top)
-    else:
-        scores, chosen = logits.topk(top)
-        scores = torch.softmax(scores, -1, dtype=torch.float32).type_as(logits)
-    chosen, order = chosen.sort(1)
-    return scores.gather(1, order), chosen
+    scores, is_chosen = topk_routing_with_score_function(logits, top, use_pre_softmax=pre_softmax)
+    chosen = is_chosen.nonzero()[:, 1].view(-1, top)
+    return scores.gather(1, chosen), chosen
 
 
 def experts(
