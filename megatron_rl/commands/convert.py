@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from megatron_rl.commands.arguments import output
-from megatron_rl.commands.train import newest
 from megatron_rl.errors import EXIT_DONE, InputError
 
 # fp32 sums in another order differ by a measured 2e-6 on the tiny model. A wrong table gives errors as large as logits.
@@ -69,7 +68,7 @@ def run_convert(options: argparse.Namespace) -> int:
     from megatron_rl.checkpoint import conversion
     from megatron_rl.checkpoint.manifest import checkpoint_step
     from megatron_rl.learner.model import DTYPES
-    from megatron_rl.run.saving import run_of_checkpoint, sampling_of, write_model_card
+    from megatron_rl.run.saving import newest_checkpoint, run_of_checkpoint, sampling_of, write_model_card
 
     if options.logits and (options.dtype or getattr(options, "master", False)):
         raise InputError(
@@ -78,7 +77,7 @@ def run_convert(options: argparse.Namespace) -> int:
     dtype = DTYPES[options.dtype] if options.dtype else None
     source, target = options.source.resolve(), options.target.resolve()
     if options.direction == "to-hf":
-        source = newest(source)
+        source = newest_checkpoint(source)
         model = options.model or source / conversion.HF_FOLDER
         if not (model / "config.json").is_file():
             raise InputError(

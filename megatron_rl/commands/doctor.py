@@ -225,9 +225,9 @@ def run_parity(options: argparse.Namespace) -> int:
     """
     from dataclasses import replace
 
-    from megatron_rl.doctor.machine import available_gib
     from megatron_rl.instruments.parity.witnesses import of_first_layers, refuse_without_memory
     from megatron_rl.learner.process_groups import shutdown
+    from megatron_rl.process.host import available_gib
 
     tokens, witnesses = [_ids(text) for text in options.tokens], _witnesses(options.witnesses)
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:

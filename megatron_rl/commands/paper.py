@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from megatron_rl.commands import add_recipe
 from megatron_rl.commands.arguments import COUNT, SHARE, output, output_file
-from megatron_rl.commands.batch import is_main_rank
-from megatron_rl.commands.train import newest
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.base import Dtype
 from megatron_rl.config.learner import refuse_both_products
@@ -186,9 +184,12 @@ def run_eval_grid(options: argparse.Namespace) -> int:
     budgets = _listed("--budgets", options.budgets, int, [recipe.rollout.max_response_length], lambda x: x > 0)
     from megatron_rl.evaluate import evaluate_grid  # imports the engines, so only after the recipe is accepted
     from megatron_rl.process.host import format_table
+    from megatron_rl.run.saving import newest_checkpoint
 
-    points = evaluate_grid(recipe, newest(options.checkpoint.resolve()), dtypes, temperatures, top_ps, budgets)
-    if not is_main_rank():
+    points = evaluate_grid(
+        recipe, newest_checkpoint(options.checkpoint.resolve()), dtypes, temperatures, top_ps, budgets
+    )
+    if int(os.environ.get("RANK", 0)):
         return EXIT_DONE
     names = [name for name in points[0].figures if any(part in name for part in SHOWN) and "ci95" not in name]
     header = ["dtype", "temperature", "top-p", "budget", *(name.removeprefix("val/") for name in names)]

@@ -38,7 +38,7 @@ def run_check(options: argparse.Namespace) -> int:
     a prompt, in fp32 on the CPU: with the whole model up to 2.1 billion parameters, else with its first and last layer.
     """
     from megatron_rl.config import load_recipe
-    from megatron_rl.doctor.machine import available_gib
+    from megatron_rl.process.host import available_gib
     from megatron_rl.run.prepare import report
 
     ranks = options.ranks or (int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_rl.commands import add_recipe
 from megatron_rl.commands.arguments import PORT, output_file
-from megatron_rl.errors import EXIT_DONE, InputError
+from megatron_rl.errors import EXIT_DONE
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
@@ -75,19 +75,6 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def newest(path: Path) -> Path:
-    """Return the newest complete checkpoint of a run directory; any other folder is returned as it is."""
-    from megatron_rl.checkpoint.manifest import list_checkpoints  # imports torch
-    from megatron_rl.monitor.run_directory import RunDirectory
-
-    folder = RunDirectory(path).checkpoints
-    if not folder.is_dir():
-        return path
-    if not (checkpoints := list_checkpoints(folder)):
-        raise InputError(f"{path}: a run directory without a complete checkpoint in {folder.name}/")
-    return checkpoints[-1]
-
-
 def run_eval(options: argparse.Namespace) -> int:
     """Score a checkpoint on held-out problems: a table with a row per file and confidence intervals.
 
@@ -103,8 +90,9 @@ def run_eval(options: argparse.Namespace) -> int:
     files = [f"data.validation={json.dumps([{'path': path} for path in options.data])}"] if options.data else []
     recipe = load_recipe(options.recipe, [*files, *options.overrides])
     from megatron_rl.evaluate import evaluate  # imports the engines, so only after the recipe is accepted
+    from megatron_rl.run.saving import newest_checkpoint
 
-    evaluate(recipe, newest(options.checkpoint.resolve()), options.output)
+    evaluate(recipe, newest_checkpoint(options.checkpoint.resolve()), options.output)
     return EXIT_DONE
 
 

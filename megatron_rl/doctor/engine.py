@@ -118,11 +118,11 @@ def first_layers(recipe: Recipe, setting: Setting) -> tuple[Comparison | None, s
 
     Returns the comparison and which layers it is of; or None and why the layers could not be compared.
     """
-    from megatron_rl.doctor.machine import available_gib
     from megatron_rl.instruments.parity import witnesses
     from megatron_rl.instruments.parity.families import FAMILIES
     from megatron_rl.instruments.parity.witnesses import fewest_layers, first_layers_of
     from megatron_rl.model.architecture import read_architecture
+    from megatron_rl.process.host import available_gib
 
     if not recipe.model.path.exists():
         return None, f"{recipe.model.path} is not here, so its layers were not looked at"

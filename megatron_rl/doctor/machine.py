@@ -25,6 +25,7 @@ from typing import Any
 from megatron_rl.doctor.checks import Outcome, Setting, failed, not_run, passed, planned
 from megatron_rl.patching import cpu, releases, states
 from megatron_rl.process.devices import local_gpu, sharing
+from megatron_rl.process.host import available_gib
 from megatron_rl.shipped import shipped
 
 GIB = 1 << 30
@@ -151,21 +152,6 @@ def wanted_host_gib(setting: Setting) -> dict[str, float]:
     architecture, _ = shape_of(recipe.model.path)
     work = make_workload(recipe, architecture, GPUS["h100-80"], gpus_per_node=setting.ranks)
     return {what: size / GIB for what, size in host_phase(work, memory_plan(work)).items}
-
-
-def available_gib(proc: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> float:
-    """What the host says is available, or what the control group leaves where that is less."""
-    lines = dict(line.split(":", 1) for line in proc.read_text().splitlines())
-    available = int(lines["MemAvailable"].split()[0]) * 1024
-    try:
-        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return available / GIB
-    if limit != "max":
-        # Cached files count as used and are given back when memory is short.
-        available = min(available, int(limit) - used + int(statistics.get("inactive_file", 0)))
-    return available / GIB
 
 
 def shared_folder(setting: Setting) -> Outcome:

@@ -260,3 +260,18 @@ def limited(seconds: float | None, what: str) -> Iterator[None]:
     finally:
         timer.cancel()
         faulthandler.cancel_dump_traceback_later()
+
+
+def available_gib(proc: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return GiB of memory: what the host says is available, or what the control group leaves where that is less."""
+    lines = dict(line.split(":", 1) for line in proc.read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return available / 2**30
+    if limit != "max":
+        # Cached files count as used and are given back when memory is short.
+        available = min(available, int(limit) - used + int(statistics.get("inactive_file", 0)))
+    return available / 2**30

@@ -122,6 +122,16 @@ class Saving:
         return path
 
 
+def newest_checkpoint(path: Path) -> Path:
+    """Return the newest complete checkpoint of a run directory; any other folder is returned as it is."""
+    folder = RunDirectory(path).checkpoints
+    if not folder.is_dir():
+        return path
+    if not (checkpoints := manifest.list_checkpoints(folder)):
+        raise InputError(f"{path}: a run directory without a complete checkpoint in {folder.name}/")
+    return checkpoints[-1]
+
+
 def newest_before(folder: Path, step: int) -> Path | None:
     """The newest checkpoint of a step before ``step`` whose files are whole. Collective."""
     for path in reversed(broadcast_object(manifest.list_checkpoints(folder))):

@@ -21,7 +21,7 @@ import megatron_rl.learner.learner
 from megatron_rl.doctor import engine, machine
 from megatron_rl.doctor.checks import CHECKS, Outcome, Setting
 from megatron_rl.learner import process_groups
-from megatron_rl.process import ranks
+from megatron_rl.process import host, ranks
 from megatron_rl.process.devices import leave_default_stream
 from megatron_rl.run import engines
 from tests.support import streams
@@ -120,7 +120,7 @@ def test_host_memory(used, status, monkeypatch, tmp_path):
     texts = {"max": 8 * GIB, "current": used * GIB, "stat": "inactive_file 0"}
     for name, text in texts.items():
         (tmp_path / f"memory.{name}").write_text(f"{text}\n")
-    monkeypatch.setattr(machine.available_gib, "__defaults__", (tmp_path / "meminfo", tmp_path))
+    monkeypatch.setattr(host.available_gib, "__defaults__", (tmp_path / "meminfo", tmp_path))
     assert machine.host_memory(Setting("cpu", 2, "/tmp")).status == status
 
 

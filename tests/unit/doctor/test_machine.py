@@ -57,19 +57,6 @@ def test_a_recipe_that_records_routes_wants_their_memory(monkeypatch):
     assert outcome.figures["wanted_gib"]["responses, routes, packed rows"] > 0
 
 
-def test_a_control_groups_limit_counts(tmp_path):
-    (tmp_path / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {64 * GIB // 1024} kB\n")
-    group = tmp_path / "group"
-    assert machine.available_gib(tmp_path / "meminfo", group) == 64
-    group.mkdir()
-    (group / "memory.max").write_text(f"{10 * GIB}\n")
-    (group / "memory.current").write_text(f"{6 * GIB}\n")
-    (group / "memory.stat").write_text(f"anon 5\ninactive_file {2 * GIB}\n")
-    assert machine.available_gib(tmp_path / "meminfo", group) == 6
-    (group / "memory.max").write_text("max\n")
-    assert machine.available_gib(tmp_path / "meminfo", group) == 64
-
-
 def test_shared_folder(monkeypatch, tmp_path):
     folder = tmp_path / "runs"
     setting = Setting("cpu", 2, str(folder))
