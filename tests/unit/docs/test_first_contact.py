@@ -129,7 +129,7 @@ FOLDERS = [*map(Path, sys.path), te.FOLDER]
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_rule_has_a_proof_and_something_to_tick_off(page):
     rows = rows_of(page.read_text(encoding="utf-8"))
-    assert len(rows) > 25, "nothing was looked at"
+    assert len(rows) > 10, "nothing was looked at"
     assert [(row.line, row.rule, problem) for row in rows for problem in problems(row, FOLDERS)] == []
 
 
