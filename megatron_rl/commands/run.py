@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.commands.arguments import COUNT, INDEX, PORT, POSITIVE, output
+from megatron_rl.commands.arguments import COUNT, INDEX, PORT, output
 from megatron_rl.errors import EXIT_DONE, InputError
 
 if TYPE_CHECKING:
@@ -28,17 +28,10 @@ def add_watch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page", action="store_true", help="Serve a page instead of drawing in the terminal.")
     parser.add_argument("--port", type=PORT, help=f"Serve a page at this port; 0: any (default: {DEFAULT_PORT}).")
     parser.add_argument("--once", action="store_true", help="Print what there is and end.")
-    parser.add_argument(
-        "--every",
-        type=POSITIVE,
-        default=2.0,
-        metavar="SECONDS",
-        help="Draw in the terminal at this interval (default: 2).",
-    )
 
 
 def run_watch(options: argparse.Namespace) -> int:
-    """Watch runs live, in the terminal or on a page: curves, alarms, mismatch, routes, samples token by token.
+    """Watch runs live, in the terminal (state, curves, alarms) or on a page (also mismatch, routes, sampled texts).
 
         megatron-rl run watch RUN [RUN ...]                in the terminal, until Ctrl-C; not a terminal: once, as text
         megatron-rl run watch RUN [RUN ...] --page         as a page of this machine, which prints its address
@@ -57,7 +50,7 @@ def run_watch(options: argparse.Namespace) -> int:
         return serve(runs, DEFAULT_PORT if options.port is None else options.port)
     from megatron_rl.instruments.watch.terminal import watch
 
-    watch(runs, options.every, options.once)
+    watch(runs, options.once)
     return EXIT_DONE
 
 

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
+from megatron_rl.monitor.html_page import html_page, html_table
 from megatron_rl.monitor.run_directory import RunDirectory, read_metrics
 
 
@@ -246,7 +247,7 @@ class View:
     smoothing: int | None = None
 
 
-def _names(panel: Panel, groups: Sequence[Curves]) -> dict[str, list[str]]:
+def panel_metrics(panel: Panel, groups: Sequence[Curves]) -> dict[str, list[str]]:
     """Return the metrics that ``panel`` draws, each with the metrics of identical values."""
     names = distinct(groups, matching(panel.metrics, set().union(*(group.metrics for group in groups))))
     # With several groups, each draws fewer curves.
@@ -263,13 +264,13 @@ def _names(panel: Panel, groups: Sequence[Curves]) -> dict[str, list[str]]:
 
 def drawable_panels(groups: Sequence[Curves]) -> list[Panel]:
     """Return the panels that have a metric with a nonzero value in any run."""
-    return [panel for panel in PANELS if groups and _names(panel, groups)]
+    return [panel for panel in PANELS if groups and panel_metrics(panel, groups)]
 
 
 def zero_panels(groups: Sequence[Curves]) -> list[str]:
     """Return the titles of panels that are left out because all values are 0."""
     available = set().union(*(group.metrics for group in groups)) if groups else set()
-    return [panel.title for panel in PANELS if matching(panel.metrics, available) and not _names(panel, groups)]
+    return [panel.title for panel in PANELS if matching(panel.metrics, available) and not panel_metrics(panel, groups)]
 
 
 def draw_panel(axes: Axes, panel: Panel, groups: Sequence[Curves], view: View | None = None) -> None:
@@ -278,7 +279,7 @@ def draw_panel(axes: Axes, panel: Panel, groups: Sequence[Curves], view: View | 
     With one group, the colour marks the metric instead. The figure's legend names the groups.
     """
     view = view or View(smoothing=1)
-    metrics, single, positive = _names(panel, groups), len(groups) == 1, [np.empty(0)]
+    metrics, single, positive = panel_metrics(panel, groups), len(groups) == 1, [np.empty(0)]
     handles = []
     for index, (metric, equal) in enumerate(metrics.items()):
         style = "-" if single else LINE_STYLES[index % len(LINE_STYLES)]
@@ -412,27 +413,26 @@ _TABLE_METRICS = (
     "actor/lr",
     "perf/time/step",
 )
-_STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1500px; padding: 0 1em; color: #222;
-       background: #fff; }
+CURVES_STYLE = """
 main { display: grid; grid-template-columns: repeat(auto-fill, minmax(420px, 1fr)); gap: 8px; }
+figure { margin: 0; }
 svg { width: 100%; height: auto; }
-.table { overflow-x: auto; }
 .groups span { margin-right: 1.5em; white-space: nowrap; }
 .groups i { display: inline-block; width: 1.6em; height: 0.25em; margin: 0 0.4em 0.2em 0; }
-table { border-collapse: collapse; margin: 1em 0; }
-th, td { padding: 3px 12px; text-align: right; border-bottom: 1px solid #ddd; }
-th:first-child, td:first-child { text-align: left; }
 """
 
 
 def panel_svg(panel: Panel, groups: Sequence[Curves], view: View) -> str:
     """Return one panel as an ``<svg>`` element."""
-    # Each panel has its own salt: the ids of clip paths must be unique within the page.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.title}):
-        figure = Figure(figsize=(5.2, 3.5), layout="constrained")
-        draw_panel(figure.add_subplot(), panel, groups, view)
-        buffer = io.StringIO()
+    figure = Figure(figsize=(5.2, 3.5), layout="constrained")
+    draw_panel(figure.add_subplot(), panel, groups, view)
+    return figure_svg(figure, panel.title)
+
+
+def figure_svg(figure: Figure, name: str) -> str:
+    """Return a figure as an ``<svg>`` element. The ids of its clip paths are unique within a page, by its ``name``."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]
@@ -449,8 +449,7 @@ def _table(groups: Sequence[Curves]) -> str:
         ["steps", *(str(group.num_steps) for group in groups)],
         *([metric, *(values[group.label][row] for group in groups)] for row, metric in enumerate(metrics)),
     ]
-    rows = ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in table]
-    return '<div class="table"><table>' + "\n".join(rows) + "</table></div>"
+    return html_table([[html.escape(cell) for cell in row] for row in table])
 
 
 def _legend(groups: Sequence[Curves]) -> str:
@@ -464,13 +463,13 @@ def _legend(groups: Sequence[Curves]) -> str:
 
 def build_page(groups: Sequence[Curves], title: str, view: View | None = None) -> str:
     """Return the page: a table of last values, then all panels. Bands span the seeds; lines are their mean."""
-    view = view or View()
+    body = f"<p>Last values, mean over seeds.</p>\n{_table(groups)}\n{curves_html(groups, view or View())}"
+    return html_page(title, body, CURVES_STYLE)
+
+
+def curves_html(groups: Sequence[Curves], view: View) -> str:
+    """Return all panels of ``groups``, with a legend where there are several."""
     panels = "\n".join(f"<figure>{panel_svg(panel, groups, view)}</figure>" for panel in drawable_panels(groups))
-    name, zero = html.escape(title), html.escape(", ".join(zero_panels(groups)))
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
-        f"<style>{_STYLE} figure {{ margin: 0; }}</style></head>\n<body><h1>{name}</h1>\n"
-        f"<p>Last values, mean over seeds.</p>\n{_table(groups)}\n{_legend(groups)}\n<main>\n{panels}\n</main>\n"
-        + (f"<p>0 throughout, not drawn: {zero}.</p>" if zero else "")
-        + "</body></html>\n"
-    )
+    zero = html.escape(", ".join(zero_panels(groups)))
+    below = f"\n<p>0 throughout, not drawn: {zero}.</p>" if zero else ""
+    return f"{_legend(groups)}\n<main>\n{panels}\n</main>{below}"

@@ -28,16 +28,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from megatron_rl.errors import InputError, shown
 from megatron_rl.process.host import write_whole
@@ -217,8 +215,11 @@ def _arrays(sequences: list[Sequence]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def load_batch(path: Path) -> RecordedBatch:
-    """The inverse of `record_batch`. InputError where a file is missing, of another format version, or was altered."""
+def load_batch(path: Path, with_routes: bool = True) -> RecordedBatch:
+    """The inverse of `record_batch`. InputError where a file is missing, of another format version, or was altered.
+
+    Without routes, which may be larger than all the rest, digests are not compared.
+    """
     if not path.is_file():
         steps = recorded_steps(path.parent)
         raise InputError(
@@ -226,7 +227,7 @@ def load_batch(path: Path) -> RecordedBatch:
             "(recorder.record_batches says which are kept)"
         )
     try:
-        return _load(path, json.loads(path.read_text()))
+        return _load(path, json.loads(path.read_text()), with_routes)
     except InputError:
         raise
     except (*UNFIT, SafetensorError, OSError) as error:
@@ -235,7 +236,7 @@ def load_batch(path: Path) -> RecordedBatch:
         ) from error
 
 
-def _load(path: Path, described: dict[str, Any]) -> RecordedBatch:
+def _load(path: Path, described: dict[str, Any], with_routes: bool) -> RecordedBatch:
     if described.get("format_version") not in READABLE:
         raise InputError(
             f"recorded batch {path}: format_version {shown(described.get('format_version'), 60)}, this version reads "
@@ -253,9 +254,11 @@ def _load(path: Path, described: dict[str, Any]) -> RecordedBatch:
     for file, its, part in zip(parts_of(path, described), numbers, stored, strict=True):
         if not file.is_file():
             raise InputError(f"recorded batch {path}: its part {file.name} is missing; was the folder copied whole?")
-        if part.get("sha256", digest := _digest(file)) != digest:
+        if with_routes and part.get("sha256", digest := _digest(file)) != digest:
             raise ValueError(f"{file.name} is not the file that was recorded: its SHA-256 is another")
-        arrays = load_file(file)
+        with safe_open(file, "numpy") as stored_arrays:
+            names = [name for name in stored_arrays.keys() if with_routes or not name.startswith("route")]  # noqa: SIM118
+            arrays = {name: stored_arrays.get_tensor(name) for name in names}
         _check_arrays(arrays, [abouts[i] for i in its])
         for place, i in enumerate(its):
             sequences[i] = _sequence(arrays, place, abouts[i])
@@ -295,137 +298,3 @@ def _sequence(arrays: dict[str, np.ndarray], i: int, about: dict) -> Sequence:
             [arrays["route_checksums"][rows], arrays["route_layer_checksums"][i]]
         )
     return Sequence(tokens=arrays["tokens"][whole], **about, **fields)
-
-
-# Single responses of a batch on disk, of which nothing else is read: its arrays may be larger than memory.
-
-
-BLOCK_TOKENS = 2**22  # of a summary, held at once
-
-
-@dataclass(frozen=True)
-class StoredResponse:
-    """Arrays of one response, [R] each, ``prompt`` [P]. ``learner_logprobs``: log po, None where it was not kept."""
-
-    prompt: np.ndarray
-    tokens: np.ndarray
-    rollout_logprobs: np.ndarray
-    learner_logprobs: np.ndarray | None
-    loss_mask: np.ndarray
-    policy_versions: np.ndarray
-
-    @property
-    def log_rho(self) -> np.ndarray | None:
-        """log po - log mu, [R] float64."""
-        if self.learner_logprobs is None:
-            return None
-        return self.learner_logprobs.astype(np.float64) - self.rollout_logprobs
-
-
-class BatchSlices:
-    """A recorded batch by its JSON file. `InputError` where it is missing, is of another format, or goes away."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self.described = read_description(path)
-        except InputError as error:
-            raise self._gone(error) from error
-        if self.described.get("format_version") not in READABLE:
-            raise InputError(
-                f"recorded batch {path}: format_version {self.described.get('format_version')!r}, this version reads "
-                f"{' and '.join(map(str, READABLE))}"
-            )
-        files = parts_of(path, self.described)
-        every = [{"sequences": range(len(self))}]
-        self._parts = [(f, part["sequences"]) for f, part in zip(files, self.described.get("parts", every))]
-        self._place = {i: (file, place) for file, its in self._parts for place, i in enumerate(its)}
-
-    def __len__(self) -> int:
-        return len(self.described["sequences"])
-
-    def response(self, i: int) -> StoredResponse:
-        """Sequence ``i`` of the batch."""
-        if i not in self._place:
-            raise InputError(f"recorded batch {self.path}: sequence {i}; it has {len(self)}")
-        file, place = self._place[i]
-        with self._open(file) as arrays:
-            start, end = self._bounds(arrays, "cu_seqlens", place)
-            tokens = arrays.get_slice("tokens")[start:end]
-            start, end = self._bounds(arrays, "cu_response", place)
-            cut = len(tokens) - (end - start)
-            learner = _learner_name(arrays)
-            return StoredResponse(
-                prompt=tokens[:cut],
-                tokens=tokens[cut:],
-                rollout_logprobs=arrays.get_slice("inference_logprobs")[start:end],
-                learner_logprobs=arrays.get_slice(learner)[start:end] if learner else None,
-                loss_mask=arrays.get_slice("loss_mask")[start:end],
-                policy_versions=arrays.get_slice("policy_versions")[start:end],
-            )
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """Response lengths [B] in tokens."""
-        lengths = np.zeros(len(self), dtype=np.int64)
-        for file, its in self._parts:
-            with self._open(file) as arrays:
-                lengths[list(its)] = np.diff(arrays.get_tensor("cu_response"))
-        return lengths
-
-    @cached_property
-    def largest_log_rho(self) -> np.ndarray | None:
-        """Largest |log rho| of each response [B] float64, 0 for an empty one; None where log po was not kept.
-
-        Reads two log-probs of every token of the batch, `BLOCK_TOKENS` at a time.
-        """
-        largest = np.zeros(len(self))
-        for file, its in self._parts:
-            with self._open(file) as arrays:
-                learner = _learner_name(arrays)
-                if learner is None:
-                    return None
-                bounds = arrays.get_tensor("cu_response").astype(np.int64)
-                largest[list(its)] = _largest_gap(arrays, learner, bounds)
-        return largest
-
-    @contextmanager
-    def _open(self, file: Path) -> Iterator[Any]:
-        try:
-            with safe_open(file, "numpy") as arrays:
-                yield arrays
-        except (OSError, SafetensorError, KeyError) as error:
-            raise self._gone(error) from error
-
-    def _gone(self, error: Exception) -> InputError:
-        return InputError(
-            f"recorded batch {self.path}: cannot be read ({error}); a run deletes all but the newest "
-            "recorder.evidence.batches, or under recorder.record_batches: last_n the newest recorder.keep"
-        )
-
-    @staticmethod
-    def _bounds(arrays: Any, name: str, place: int) -> tuple[int, int]:
-        start, end = arrays.get_slice(name)[place : place + 2]
-        return int(start), int(end)
-
-
-def _learner_name(arrays: Any) -> str | None:
-    """The array of log po. With one update a batch it is that of the update's forward pass."""
-    return next((name for name in ("old_logprobs", "current_logprobs") if name in arrays.keys()), None)  # noqa: SIM118
-
-
-def _largest_gap(arrays: Any, learner: str, bounds: np.ndarray) -> np.ndarray:
-    """Largest |difference| of the two log-probs in each [bounds[i], bounds[i + 1])."""
-    largest = np.zeros(len(bounds) - 1)
-    first = 0
-    while first < len(largest):
-        last = int(np.searchsorted(bounds, bounds[first] + BLOCK_TOKENS, side="right")) - 1
-        last = min(max(last, first + 1), len(largest))
-        start, end = int(bounds[first]), int(bounds[last])
-        gap = arrays.get_slice(learner)[start:end] - arrays.get_slice("inference_logprobs")[start:end]
-        starts = bounds[first:last] - start
-        filled = np.flatnonzero(bounds[first + 1 : last + 1] > bounds[first:last])  # reduceat knows no empty ranges
-        if len(filled):
-            largest[first + filled] = np.maximum.reduceat(np.abs(gap), starts[filled])
-        first = last
-    return largest

@@ -25,8 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config.model_rules import FIRST_STEP_BOUNDS
-from megatron_rl.instruments.watch import views
-from megatron_rl.instruments.watch import views as watched_tokens
+from megatron_rl.instruments.watch import page
 from megatron_rl.instruments.watch.run import WatchedRun
 from megatron_rl.monitor.samples import read_samples
 from megatron_rl.rollout.generator import Sampling
@@ -112,22 +111,20 @@ def root(tmp_path_factory) -> Path:
 
 
 def test_a_watched_run_shows_what_it_recorded(root, batches):
-    """Curves are those of metrics.jsonl; tokens of a batch, put together, are the text that was sampled."""
+    """Records are those of metrics.jsonl; tokens of a batch, put together, are the text that was sampled."""
     run = WatchedRun("whole", root / "whole")
     run.refresh()
-    assert views.state([run])["runs"][0]["status"] == "done"
-    rewards = next(panel for panel in views.panels([run], "step", 400)["panels"] if panel["title"] == "reward")
-    recorded = [row["critic/rewards/mean"] for row in metrics(root, "whole") if "critic/rewards/mean" in row]
-    assert rewards["curves"][0]["y"] == [float(f"{reward:.6g}") for reward in recorded]
+    assert run.status() == "done"
+    assert [row["step"] for row in run.records] == [row["step"] for row in metrics(root, "whole")]
     assert run.batch_steps() == list(range(STEPS))
-    assert run.num_samples > 0
-    for sample in views.samples(run, None, 50)["samples"]:
-        ids = [sequence.id for sequence in batches[sample["step"]].sequences]
-        place = ids.index(f"{sample['prompt_id']}/{sample['sample']}")
-        shown = watched_tokens.response(run, sample["step"], place, 0)
-        assert "".join(shown["texts"]).removesuffix("<eos>") == sample["response"]
-        rho = [math.exp(value) for value in shown["log_rho"]]
-        assert sample["rho"]["max"] == pytest.approx(max(rho), rel=1e-5)  # six digits of log rho
+    tokenizer, samples = page.tokenizer_of(run), list(read_samples(run.directory.samples))
+    assert samples
+    for sample in samples:
+        sequences = {sequence.id: sequence for sequence in batches[sample["step"]].sequences}
+        sequence = sequences[f"{sample['prompt_id']}/{sample['sample']}"]
+        texts = page.texts(tokenizer, sequence.tokens[sequence.prompt_length :])
+        assert "".join(texts).removesuffix("<eos>") == sample["response"]
+        assert sample["rho"]["max"] == np.exp(page.log_rho(sequence)).max()
 
 
 def test_a_run_leaves_its_whole_record(root, log_rho):

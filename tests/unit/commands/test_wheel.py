@@ -73,12 +73,6 @@ def test_the_wheel_holds_every_file_that_ships(installed):
         assert (installed / "megatron_rl" / "shipped" / name).read_bytes() == (REPOSITORY / name).read_bytes()
 
 
-def test_the_wheel_holds_the_page_of_watch(installed):
-    static = Path("megatron_rl", "instruments", "watch", "static")
-    for file in (REPOSITORY / static).iterdir():
-        assert (installed / static / file.name).read_bytes() == file.read_bytes()
-
-
 @pytest.mark.parametrize("options", slow_but([["--no-transformers"]], [["--no-transformers"], []]), ids=str)
 def test_a_shipped_recipe_is_checked_from_elsewhere(call, options):
     done = call("check", "recipes/tiny/demo.yaml", *options)

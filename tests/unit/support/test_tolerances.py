@@ -14,7 +14,6 @@ SMALL = 2e-3  # a smaller number that something is compared with is a tolerance
 ELSEWHERE = ("support/rounding.py", "unit/support/test_tolerances.py")
 # Function where a number stands for itself → what it states.
 STATEMENTS = {
-    "e2e/test_train.py::test_a_watched_run_shows_what_it_recorded": "six digits are shown",
     "parallel/test_learner_noise.py::test_update_size_is_what_the_weights_did": "the bound itself is small",
     "parallel/transformer_engine.py::same_noise": "the bound itself is small",
     "parallel/test_transformer_engine_layouts.py::error": "the bound is below what is asked for",
@@ -33,8 +32,6 @@ STATEMENTS = {
     "unit/instruments/parity/test_witnesses_first_layers.py::test_memory_at_30_billion_parameters": "three digits",
     "unit/instruments/parity/test_witnesses_first_layers.py::test_a_model_too_large_is_refused": "digits",
     "unit/instruments/plan/test_head.py::test_the_peak_in_the_output_layer_is_the_one_that_is_planned": "is left out",
-    "unit/instruments/watch/test_run_data.py::test_points_are_means_between_the_extremes_of_their_neighbours": "digits",
-    "unit/instruments/watch/test_page.py::test_tokens_are_coloured_by_rho_and_responses_stay_text": "three digits",
     "unit/schedule/test_schedule_recipes.py::test_schedule_is_what_its_name_says": "what the documentation says",
 }
 

@@ -1,241 +1,159 @@
-"""The page in a real browser: drawn, read with keys, followed while a run goes on, safe from what a model writes."""
+"""The pages: what they hold of a run, tokens coloured by rho, and a model's text that stays text."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+import html
+import math
+import re
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_rl.instruments.watch import server as serving
+from megatron_rl.errors import InputError
+from megatron_rl.instruments.watch import page
 from megatron_rl.instruments.watch.run import WatchedRun
-from megatron_rl.instruments.watch.server import WatchServer
-from megatron_rl.run.recorded_batches import delete_batch, recorded_steps
-from tests.support import debian
-from tests.support.browser import PACKAGE, Browser, browser_program
-from tests.support.written_run import BANDS, EVIL, LAYERS, WrittenRun
-
-STEPS = 600  # more than a curve has points
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if browser_program() is None:
-        debian.install((PACKAGE,))
-    if browser_program() is None:
-        pytest.skip(f"no Chromium: Debian's {PACKAGE} could not be installed")
-    with Browser() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> tuple[WrittenRun, WrittenRun]:
-    root = tmp_path_factory.mktemp("runs")
-    full, bare = WrittenRun(root / "full", num_steps=2 * STEPS), WrittenRun(root / "<b>bare", num_steps=100)
-    for step in range(STEPS):
-        full.step(step, alarm=step == 300, **({"actor/pg_loss": float("nan") if step == 50 else 1.0}))
-    for step in (0, 1):
-        full.sample(step, EVIL)
-        full.batch(step)
-    bare.directory.metrics.write_text('{"step": 0, "time": 1.0, "critic/rewards/mean": 0.25}\n')
-    bare.directory.recipe.unlink()
-    return full, bare
-
-
-@pytest.fixture(scope="module")
-def address(runs) -> Iterator[str]:
-    serving.REFRESH_S = 0.05
-    server = WatchServer([WatchedRun(run.directory.root.name, run.directory.root) for run in runs], 0)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield f"http://localhost:{server.server_address[1]}{server.path}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+from megatron_rl.run.recorded_batches import delete_batch, record_batch
+from tests.support.tiny import MODEL, stored_rollouts
+from tests.support.written_run import BANDS, EVIL, WrittenRun
 
 
 @pytest.fixture
-def page(browser, address, request) -> Iterator[Browser]:
-    """The page at the view that the test names."""
-    browser.errors.clear()
-    browser.resize(1280, 900)
-    browser.open("about:blank")
-    browser.open(f"{address}#{request.param}")
-    browser.wait("document.querySelector('#connection')?.textContent === 'live'")
-    yield browser
-    assert browser.errors == []
+def written(tmp_path) -> WrittenRun:
+    written = WrittenRun(tmp_path / "<b>run")
+    for step in range(12):
+        written.step(step, alarm=step == 7)
+        written.sample(step, EVIL)
+    return written
 
 
-def view(name: str):
-    return pytest.mark.parametrize("page", [name], indirect=True)
+@pytest.fixture
+def run(written) -> WatchedRun:
+    run = WatchedRun(written.directory.root.name, written.directory.root)
+    run.refresh()
+    return run
 
 
-def text(page: Browser, selector: str) -> str:
-    return page.run(f"document.querySelector({selector!r}).innerText")
+def text_of(markup: str) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", markup))
 
 
-@view("curves")
-def test_curves_of_both_runs(page):
-    titles = page.wait("[...document.querySelectorAll('figcaption')].map(node => node.firstChild.textContent)")
-    assert {"reward", "mismatch: std of rho", "gradient norm", "entropy"} <= set(titles)
-    assert "PPO KL" in text(page, "main > p:last-child")
-    reward = "document.querySelectorAll('figure')[0]"
-    assert (
-        page.run(f"[...{reward}.querySelectorAll('path')].map(path => path.getAttribute('d').length > 3)").count(True)
-        >= 2
+def test_the_overview_has_state_alarms_curves_mismatch_routes_and_texts(written, run):
+    written.batch(11)
+    markup = page.overview([run])
+    said = text_of(markup)
+    assert "step 7: mismatch mismatch/rho_std = 1.02 > 0.5 for 1 steps; then: warn" in said
+    assert "11 of 30" in said
+    for title in ("reward", "mismatch: std of rho", "gradient norm", "mean rho by po"):
+        assert title in said
+    for band, label in enumerate(BANDS):
+        assert f"<td>{label}</td><td>10</td><td>{1 + 0.01 * (band - 2):.4g}</td>" in markup
+    assert "would route otherwise" in said
+    assert said.count("response: ") == page.SAMPLES
+    assert '<a href="batch?run=0&amp;step=11">11</a>' in markup
+    assert "million response tokens" in text_of(page.overview([run], "tokens"))
+    with pytest.raises(InputError, match="x='miles': one of step, time, tokens"):
+        page.overview([run], "miles")
+
+
+def test_text_of_files_stays_text(written, run):
+    written.batch(11)
+    for markup in (page.overview([run]), page.batch_page(run, 11, None), page.why_page(run)):
+        assert not re.search(r"<script|<img|<b>|onerror=\"|\x1b|\u202e|(src|href)=[\"'](/|http)", markup)
+
+
+def test_figures_are_drawn_again_for_a_new_record_alone(written, run, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(page, "curves_html", lambda groups, view: f"{drawn.append(view)}")
+    page.overview([run]), page.overview([run])
+    assert len(drawn) == 1
+    written.step(12)
+    run.refresh()
+    page.overview([run])
+    assert len(drawn) == 2
+
+
+def test_runs_that_have_not_begun(tmp_path):
+    run = WatchedRun("run", tmp_path)
+    run.refresh()
+    said = text_of(page.overview([run]))
+    for hint in ("waiting", "mismatch/rho_count", "routing.telemetry", "monitor.samples.every", "no batch is on disk"):
+        assert hint in said
+    assert "metrics.jsonl: no such file" in text_of(page.why_page(run))
+    (tmp_path / "metrics.jsonl").write_text("no json\n{}\n")
+    assert "line 1: not valid JSON" in text_of(page.why_page(run))
+
+
+def test_the_page_of_why(run):
+    said = text_of(page.why_page(run))
+    assert "12 steps" in said
+    assert "step     4  mismatch-contract" in said
+
+
+def test_tokens_are_coloured_by_rho(written, run):
+    sequence = written.batch(3).sequences[5]
+    gaps = (sequence.old_logprobs.astype(np.float64) - sequence.inference_logprobs).tolist()
+    spans = re.findall(r'<span class="token" title="(.*?)" style="(.*?)">(.*?)</span>', page.batch_page(run, 3, 5))
+    tokens = sequence.tokens[sequence.prompt_length :]
+    assert [html.unescape(text) for *_, text in spans] == [
+        Tokenizer.from_file(str(MODEL / "tokenizer.json")).id_to_token(int(token)) for token in tokens
+    ]
+    for (told, style, _), gap, mu in zip(spans, gaps, sequence.inference_logprobs, strict=True):
+        assert f"mu {math.exp(mu):.4g}, rho {math.exp(gap):.4g}, " in told
+        assert ("214 96 0" in style) == (gap > 0)
+        assert f"/ {0.75 * abs(gap) / max(map(abs, gaps)):.3f})" in style
+
+
+def test_the_response_with_the_largest_gap_comes_first(written, run):
+    largest = [float(np.abs(s.old_logprobs - s.inference_logprobs).max()) for s in written.batch(3).sequences]
+    markup = page.batch_page(run, 3, None)
+    order = sorted(range(24), key=lambda i: -largest[i])
+    assert [int(number) for number in re.findall(r"sequence=(\d+)", markup)] == order
+    first = page.batch_page(run, 3, order[0])
+    assert markup == first
+
+
+def test_a_batch_without_the_learners_log_probs_and_without_a_tokenizer(written, run):
+    batch = stored_rollouts(0)
+    record_batch(run.directory.batches, batch, 0)
+    run.directory.recipe.write_text("model: {path: /nowhere}\n")
+    said = text_of(page.batch_page(run, 0, 0))
+    assert "no log-probs of the learner" in said
+    assert "shown as numbers" in said
+    assert f" {batch.sequences[0].tokens[-1]}" in said
+
+
+def test_a_probability_of_none_is_as_far_as_the_furthest(written, run):
+    batch = written.batch(1)
+    batch.sequences[0].old_logprobs[0] = -np.inf
+    record_batch(run.directory.batches, batch, 1)
+    assert "rho 0, " in page.batch_page(run, 1, 0)
+
+
+def test_a_batch_that_is_deleted_or_recorded_again(written, run):
+    written.batch(2)
+    written.batch(1)
+    page.batch_page(run, 1, 0)
+    assert delete_batch(run.directory.batches, 1)
+    with pytest.raises(InputError, match="step 1: no recorded batch; there are: 2"):
+        page.batch_page(run, 1, 0)
+    with pytest.raises(InputError, match="sequence 24; it has 24"):
+        page.batch_page(run, 2, 24)
+
+
+def byte_level() -> Tokenizer:
+    """A token for each byte."""
+    tokenizer = Tokenizer(
+        models.BPE({symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
     )
-    readout = page.run(f"{reward}.querySelector('.readout').innerText")
-    assert "full 1" in readout
-    assert "<b>bare 0.25" in readout
-    assert page.run("document.querySelectorAll('svg .alarm').length") >= len(titles) - 1
-    assert page.run("document.querySelectorAll('#runs article').length") == 2
-    assert "no step yet" not in text(page, "#runs")
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
-@view("curves?metric=actor/pg_loss")
-def test_any_metric_can_be_added_and_its_holes_are_seen(page):
-    page.wait("document.querySelector('figcaption')?.firstChild.textContent === 'actor/pg_loss'")
-    assert "1 not finite" in text(page, "figure .readout")
-    page.run("document.querySelector('figcaption button[aria-label]').click()")
-    page.wait("document.querySelector('figcaption').firstChild.textContent === 'reward'")
-    assert page.run("location.hash") == "#curves"
-
-
-@view("curves")
-def test_keys_read_a_curve(page):
-    page.wait("document.querySelector('figure svg')")
-    page.run("document.querySelector('figure svg').focus()")
-    page.press("End")
-    assert f"step {STEPS - 1}" in text(page, "figure .readout")
-    page.press("Home")
-    first = text(page, "figure .readout")
-    page.press("ArrowRight")
-    assert text(page, "figure .readout") != first
-    assert page.run("document.querySelector('figure .readout').getAttribute('aria-live')") == "polite"
-    page.run("document.querySelector('[role=tab][aria-selected=true]').focus()")
-    page.press("ArrowRight")
-    page.wait("document.activeElement.id === 'tab-mismatch' && document.querySelector('.bands')")
-
-
-@view("mismatch")
-def test_rho_by_band(page):
-    page.wait("document.querySelectorAll('.bands circle').length === 5")
-    assert set(BANDS) <= set(page.run("[...document.querySelectorAll('.bands text')].map(node => node.textContent)"))
-    rows = page.run(
-        "[...document.querySelectorAll('details tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
-    )
-    assert [row[2] for row in rows] == list(BANDS)
-    assert [float(row[4]) for row in rows] == [0.98, 0.99, 1, 1.01, 1.02]
-    page.run("document.querySelector('input[type=range]').value = 17")
-    page.run("document.querySelector('input[type=range]').dispatchEvent(new Event('change'))")
-    page.wait("document.querySelector('details tbody td:nth-child(2)')?.textContent === '17'")
-
-
-@view("routes")
-def test_routes_by_layer(page):
-    canvas = page.wait("(node => node && [node.width, node.height])(document.querySelector('canvas'))")
-    assert canvas == [200, LAYERS]
-    assert "routing.telemetry: true" in text(page, "main")
-    page.run("document.querySelector('canvas').focus()")
-    page.press("ArrowLeft")
-    assert "layer 3, step 594 to 596: 3% of rows" in text(page, "main")
-    colours = page.run("[...document.querySelector('canvas').getContext('2d').getImageData(0, 0, 1, 4).data]")
-    assert len({tuple(colours[i : i + 3]) for i in range(0, 16, 4)}) == LAYERS
-
-
-@view("samples")
-def test_tokens_are_coloured_by_rho_and_responses_stay_text(page, runs):
-    full, _ = runs
-    page.wait("document.querySelectorAll('.token').length && document.querySelectorAll('.sample').length === 2")
-    about = page.run("document.querySelector('.list button[aria-current=true]').dataset.sequence")
-    sequence = full.batch(1).sequences[int(about)]
-    gaps = (sequence.old_logprobs - sequence.inference_logprobs).tolist()
-    colours = page.run("[...document.querySelectorAll('.token')].map(node => node.style.backgroundColor)")
-    assert len(colours) == len(gaps)
-    for gap, colour in zip(gaps, colours, strict=True):
-        assert ("--above" in colour) == (gap > 0), (gap, colour)
-        strength = float(colour.rpartition("/")[2].strip(" )"))
-        assert strength == pytest.approx(0.75 * abs(gap) / max(map(abs, gaps)), abs=1e-3)
-    page.run("document.querySelector('.text-box[tabindex]').focus()")
-    page.press("ArrowRight")
-    assert "token 1:" in text(page, "main")
-    assert "rho " in text(page, ".split .readout")
-    assert page.run("document.title") == "megatron-rl watch"
-    assert page.run("document.querySelectorAll('.sample img, .sample script, #runs b').length") == 0
-    assert EVIL.partition("\x1b")[0] in text(page, ".sample")
-
-
-@view("samples")
-def test_a_batch_that_goes_away_is_said_and_a_new_one_is_offered(page, runs):
-    full, _ = runs
-    page.wait("document.querySelectorAll('.token').length")
-    full.batch(2)
-    for step in recorded_steps(full.directory.batches)[:-1]:
-        delete_batch(full.directory.batches, step)
-    page.wait("[...document.querySelectorAll('button')].some(node => node.textContent === 'newest batch: step 2')")
-    assert page.run("document.querySelectorAll('.token').length") > 0, "what a reader looks at stays"
-    page.run("document.querySelectorAll('.list button')[1].click()")
-    page.wait("document.querySelector('.split .empty')?.textContent.includes('there are: 2')")
-    page.errors[:] = [text for text in page.errors if "404" not in text]
-    page.run("[...document.querySelectorAll('button')].find(node => node.textContent.startsWith('newest')).click()")
-    page.wait("document.querySelectorAll('.token').length")
-
-
-@view("alarms")
-def test_alarms_and_their_rules(page):
-    page.wait("document.querySelector('main table')")
-    assert "mismatch/rho_std = 1.02 > 0.5" in text(page, "main table")
-    assert "monitor.alarms" in text(page, "main > .empty")
-    assert text(page, "#tab-alarms") == "Alarms1"
-
-
-@view("why")
-def test_the_page_of_why_of_both_runs(page):
-    page.wait("document.querySelectorAll('main pre').length === 2")
-    assert "What was seen, in order:" in text(page, "main pre")
-    assert text(page, "main h2:nth-of-type(2)") == "<b>bare"
-
-
-@view("curves")
-def test_a_run_that_goes_on_and_one_that_starts_again(page, runs):
-    full, _ = runs
-    page.wait("document.querySelector('#runs').innerText.includes('step 599 of 1200')")
-    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=200, y=400)  # and left there, over a chart
-    page.wait("document.querySelector('figure svg:hover')")
-    page.run("document.querySelectorAll('figure > svg')[1].focus()")
-    full.step(STEPS, reward=0.0625)
-    page.wait("document.querySelector('figure .readout').innerText.includes('0.0625')")
-    assert page.run("[...document.querySelectorAll('figure > svg')].indexOf(document.activeElement)") == 1
-    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
-    with full.directory.metrics.open("a") as file:
-        file.write('{"step": 601, "time": 1.0, "critic/re')
-    full.resume_at(STEPS - 100)
-    full.step(STEPS - 100, reward=0.5)
-    page.wait("document.querySelector('#runs').innerText.includes('step 500 of 1200')")
-    page.wait("document.querySelector('figure .readout').innerText.includes('full 0.5')")
-    full.resume_at(0)
-    for step in range(STEPS):
-        full.step(step, alarm=step == 300)
-
-
-@pytest.mark.parametrize("page", ["curves", "mismatch", "routes", "samples", "alarms", "log"], indirect=True)
-def test_a_narrow_window_needs_no_sideways_scrolling(page):
-    page.resize(360, 800)
-    page.wait("document.querySelector('main').children.length")
-    assert page.run("document.documentElement.scrollWidth <= innerWidth")
-
-
-@view("curves")
-def test_dark_and_light(page):
-    grounds = []
-    for scheme in ("dark", "light"):
-        page.prefer(scheme)
-        grounds.append(page.run("getComputedStyle(document.body).backgroundColor"))
-    assert grounds == ["rgb(20, 23, 27)", "rgb(255, 255, 255)"]
-
-
-@view("curves")
-def test_the_page_says_when_nobody_answers(page):
-    page.run("window.fetch = () => Promise.reject(new TypeError('gone')); console.error = () => null")
-    page.wait("document.querySelector('#connection.lost')")
-    assert "tunnel" in text(page, "#connection")
+def test_a_character_of_several_tokens_is_whole_and_controls_nothing():
+    tokenizer = byte_level()
+    assert page.texts(tokenizer, np.array(tokenizer.encode("a é  b").ids)) == ["a", " ", "", "é", " ", " ", "b"]
+    shown = "".join(page.texts(tokenizer, np.array(tokenizer.encode(EVIL).ids)))
+    assert "\\x1b[31m" in shown
+    assert not set("\x1b\u202e") & set(shown)
