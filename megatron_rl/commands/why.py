@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def add_why(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="Read this run directory, or another project's log.")
     parser.add_argument(
-        "--against", type=Path, metavar="GOOD", help="Print in what RUN differs from this run: keys, versions, curves."
+        "--against", type=Path, metavar="GOOD", help="Print in what RUN differs from this run: keys, files, versions."
     )
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a page.")
     add_overrides(parser)
@@ -61,8 +61,7 @@ def run_why(options: argparse.Namespace) -> int:
 
     Signs are the alarms in force and a collapse of the reward. What somebody changed before the first sign comes first,
     then causes whose own measure departed in time. Where none fits the page says so. A run without a sign has no
-    suspects. --against compares with a run of megatron-rl: keys, files, versions, and curves in the order in which they
-    part.
+    suspects. --against compares with a run of megatron-rl: keys, files, versions.
     """
     from megatron_rl.instruments.changed import comparison, history_of
     from megatron_rl.instruments.foreign.read import read_run
@@ -79,7 +78,7 @@ def run_why(options: argparse.Namespace) -> int:
         if not (run.is_own and good.is_own):
             raise InputError("--against: both runs must be run directories of megatron-rl")
         there = options.against.parent if options.against.is_file() else options.against
-        print(printable("\n".join(comparison(RunDirectory(folder), RunDirectory(there), run.records, good.records))))
+        print(printable("\n".join(comparison(RunDirectory(folder), RunDirectory(there)))))
         return EXIT_DONE
     recipe = read_recipe(RunDirectory(folder).recipe) if run.is_own else recipe_of_overrides(options.overrides)
     history = history_of(RunDirectory(folder), run.records) if run.is_own else ()

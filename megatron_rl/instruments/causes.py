@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from megatron_rl.config.monitor import mismatch_has_updates
 from megatron_rl.instruments.departures import AFTER, Change, Records
-from megatron_rl.monitor.alarms import learned_by_heart
+from megatron_rl.monitor.alarms import REWARD, learned_by_heart
 
 Recipe = Mapping[str, Any]
 FIRST = 10  # records that say what a run was like at its start
@@ -25,13 +25,15 @@ JUMP = 2.0  # margin of a departure that no small update makes
 UP, DOWN = True, False
 HIGHEST = 0.9  # rates above this share of the highest one count as the highest
 STRONGEST = 10.0  # a departure counts no more than this many times the least one
+UPDATE, KL, RHO = "noise/relative_update", "actor/ppo_kl", "mismatch/rho_std"
+LENGTH, CUT = "response_length/mean", "response_length/clip_ratio"
 
 # Constants of tiny models, for a run that was never well: above all of the healthy runs, rounded up.
-SAFE_UPDATE = 2e-3  # noise/relative_update: change of the weights in one update, relative to them
+SAFE_UPDATE = 2e-3  # change of the weights in one update, relative to them
 SAFE_UPDATES = 4  # updates a batch: what the recipes and the papers use
 SAFE_STALENESS = 1  # steps
-SAFE_RHO = 0.03  # mismatch/rho_std before anything was learned: bf16
-SAFE_KL = 0.02  # actor/ppo_kl of a batch
+SAFE_RHO = 0.03  # before anything was learned: bf16
+SAFE_KL = 0.02  # of a batch
 SAFE_FALL = 0.25  # share of the reward that is lost from one step to the next
 SAFE_SKIPPED = 0.05  # share of updates that are skipped
 SAFE_LENGTH = 1.5  # times the length of the first steps
@@ -51,8 +53,6 @@ class Suspect:
     name: str
     keys: tuple[str, ...]
     observation: str
-    value: float
-    safe: float
     excess: float
     supports: tuple[str, ...] = ()
     contradicts: tuple[str, ...] = ()
@@ -62,15 +62,13 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Seen:
-    """A number of a run beside the constant that is safe. ``weight``: of what speaks for and against it."""
+    """``excess``: a number of a run over the constant that is safe, weighed by what speaks for and against it."""
 
-    value: float
-    safe: float
+    excess: float
     text: str
-    weight: float = 1.0
     supports: tuple[str, ...] = ()
     contradicts: tuple[str, ...] = ()
-    test: tuple[str, ...] | None = None
+    test: tuple[str, ...] = ()
     always: bool = False  # not a constant of the run: something happened at a step
 
 
@@ -83,14 +81,7 @@ class Case:
     sign: int | None = None
     collapse: int | None = None
     changes: Sequence[Change] = ()
-    changed: Sequence[str] = field(default_factory=tuple)
-
-    @property
-    def onset(self) -> int | None:
-        """The step of the first departure up to the sign, or of the sign."""
-        if self.sign is None:
-            return None
-        return min((change.step for change in self.changes if change.step <= self.sign), default=self.sign)
+    changed: Sequence[str] = ()
 
     @property
     def until_sign(self) -> Records:
@@ -112,11 +103,8 @@ class Case:
 
         A rate is set from outside, by a schedule or a changed recipe: a rise of it is no symptom.
         """
-        rates = self.values("actor/lr", self.sign)
-        if not rates or min(rates) > HIGHEST * max(rates):
-            return self.first(metric)
-        highest = [r for r in self.records if r.get("actor/lr", 0.0) > HIGHEST * max(rates)]
-        return Case(highest, {}).first(metric)
+        highest = max(self.values("actor/lr", self.sign), default=0.0)
+        return Case([r for r in self.records if r.get("actor/lr", highest) >= HIGHEST * highest], {}).first(metric)
 
     def setting(self, path: str, default: Any = None) -> Any:
         """A key of the recipe."""
@@ -125,123 +113,105 @@ class Case:
             value = value.get(name) if isinstance(value, Mapping) else None
         return default if value is None else value
 
-    @property
-    def updates(self) -> int:
-        """Updates a batch."""
-        return int(self.setting("batch.minibatches", 1))
-
     def departed(self, metric: str, up: bool) -> Change | None:
         """The departure of ``metric`` in this direction, if it is up to the sign and among the first of all."""
         if self.sign is None:
             return None
+        onset = min((change.step for change in self.changes if change.step <= self.sign), default=self.sign)
         steps = sorted({int(record["step"]) for record in self.records})
-        last = min(self.sign, next((s for s in steps[steps.index(self.onset) + AFTER :]), self.sign))
+        last = min(self.sign, next((s for s in steps[steps.index(onset) + AFTER :]), self.sign))
         fits = (c for c in self.changes if c.metric == metric and c.goes_up == up and c.step <= last)
         return next(fits, None)
 
 
 def _rate(case: Case) -> Seen | None:
-    clipped, size = case.at_the_highest_rate("actor/ppo_kl") or 0.0, case.at_the_highest_rate("noise/relative_update")
-    rates, norms = case.values("actor/lr", case.sign), case.values("actor/grad_norm")
-    supports = [f"actor/ppo_kl is {clipped:.2g}"] if clipped > SAFE_KL else []
+    kl, size = case.at_the_highest_rate(KL) or 0.0, case.at_the_highest_rate(UPDATE)
+    rates = case.values("actor/lr", case.sign)
+    supports = (f"{KL} is {kl:.2g}",) if kl > SAFE_KL else ()
     if rates and max(rates) > 2 * min(rates) > 0:
-        supports.append(f"actor/lr rose from {min(rates):.2g} to {max(rates):.2g} before the first sign")
-    if norms[:3] and max(norms) > 3 * median(norms[:3]):
-        supports.append(f"actor/grad_norm rose from {two(median(norms[:3]))} to {two(max(norms))}")
+        supports += (f"actor/lr rose from {min(rates):.2g} to {max(rates):.2g} before the first sign",)
     if size is not None:
-        text = f"one update changes the weights by {size:.2%} of their size"
-        return Seen(size, SAFE_UPDATE, text, supports=tuple(supports))
-    if clipped <= 0:
-        return None
-    text = f"the updates of one batch move the policy by a KL of {clipped:.2g}"
-    return Seen(clipped, SAFE_KL, text, supports=tuple(supports))
+        # Only what is too large by itself is weighed.
+        weight = math.sqrt(max(kl / SAFE_KL, 1.0)) if size > SAFE_UPDATE else 1.0
+        return Seen(
+            size / SAFE_UPDATE * weight, f"one update changes the weights by {size:.2%} of their size", supports
+        )
+    return Seen(kl / SAFE_KL, f"the updates of one batch move the policy by a KL of {kl:.2g}", supports)
 
 
-def _rate_test(case: Case) -> tuple[str, ...]:
+def _third_of_the_rate(case: Case) -> tuple[str, ...]:
     rate = case.setting("learner.optimizer.lr", max(case.values("actor/lr"), default=None))
     return () if rate is None else (f"learner.optimizer.lr={rate / 3:.3g}",)
 
 
 def _updates(case: Case) -> Seen | None:
-    kl = case.first("actor/ppo_kl") or 0.0
-    supports = (f"actor/ppo_kl is {kl:.2g} in the first steps",) if kl > SAFE_KL else ()
-    against = (f"actor/ppo_kl is only {kl:.2g} in the first steps",) if kl <= SAFE_KL / 10 else ()
-    weight = math.sqrt(max(kl / SAFE_KL, 1.0)) if case.updates > 1 else 0.0
-    return Seen(case.updates, SAFE_UPDATES, f"a batch is used for {case.updates} updates", weight, supports, against)
+    updates, kl = int(case.setting("batch.minibatches", 1)), case.first(KL) or 0.0
+    weight = math.sqrt(max(kl / SAFE_KL, 1.0)) if updates > 1 else 0.0
+    supports = (f"{KL} is {kl:.2g} in the first steps",)
+    return Seen(updates / SAFE_UPDATES * weight, f"a batch is used for {updates} updates", supports)
 
 
 def _clip(case: Case) -> Seen | None:
     term = case.setting("objective.policy_term", {})
-    if not isinstance(term, Mapping) or term.get("name") != "ppo_clip":
-        return None
+    if not isinstance(term, Mapping) or term.get("name") != "ppo_clip" or case.setting("batch.minibatches", 1) == 1:
+        return None  # with one update a batch nothing is clipped
     widest = max(float(term.get("clip_low", 0.2)), float(term.get("clip_high", 0.28)))
-    used = float(case.updates > 1)  # with one update a batch nothing is clipped
-    return Seen(widest, SAFE_CLIP, f"ratios may move by {widest:g} before they are clipped", used)
+    return Seen(widest / SAFE_CLIP, f"ratios may move by {widest:g} before they are clipped")
 
 
 def _staleness(case: Case) -> Seen | None:
     ages = case.values("rollout/staleness_mean")
-    if not ages and case.setting("rollout.max_staleness") is None:
-        return None
     steps = float(case.setting("rollout.max_staleness", max(ages, default=0)))
     measured = f"{max(ages):.2g} on average at most" if ages else "not measured"
-    rho = case.first("mismatch/rho_std")
-    supports = (f"mismatch/rho_std is {rho:.2g} in the first steps",) if rho is not None and rho > SAFE_RHO else ()
     text = f"responses are sampled from weights up to {steps:g} steps old ({measured})"
-    return Seen(steps, SAFE_STALENESS, text, 1.0, supports)
+    return Seen(steps / SAFE_STALENESS, text)
 
 
 def _rounding(case: Case) -> Seen | None:
     """Mismatch before anything was learned: of the first step."""
-    rho = next(iter(case.values("mismatch/rho_std")), None)
+    rho = next(iter(case.values(RHO)), None)
     if rho is None or case.setting("exact.noise") or mismatch_has_updates(case.recipe):
         return None
-    rounded = {"weights": case.setting("rollout.quantization.weights")}
-    rounded |= {"kv_cache": case.setting("rollout.quantization.kv_cache")}
+    rounded = {f"rollout.quantization.{what}": what for what in ("weights", "kv_cache")}
+    rounded = {key: f"{what} in {case.setting(key)}" for key, what in rounded.items() if case.setting(key)}
     types = f"learner {case.setting('learner.dtype', '?')}, engine {case.setting('rollout.dtype', '?')}"
-    types += "".join(f", {what} in {name}" for what, name in rounded.items() if name)
-    later = max(case.values("mismatch/rho_std", case.collapse)[1:], default=rho)
-    against = (f"later it is {later:.2g}: most of it came with learning",) if later > 3 * rho else ()
-    test = tuple(f"rollout.quantization.{what}=null" for what, name in rounded.items() if name)
-    text = f"mismatch/rho_std is {rho:.2g} in the first step, with the same weights ({types})"
-    return Seen(rho, SAFE_RHO, text, 1.0, (), against, test or ("learner.dtype=fp32", "rollout.dtype=fp32"))
+    text = f"{RHO} is {rho:.2g} in the first step, with the same weights ({', '.join([types, *rounded.values()])})"
+    test = tuple(f"{key}=null" for key in rounded) or ("learner.dtype=fp32", "rollout.dtype=fp32")
+    return Seen(rho / SAFE_RHO, text, test=test)
 
 
 def _dose(case: Case) -> Seen | None:
-    noise, rho = case.setting("exact.noise"), case.first("mismatch/rho_std")
+    noise, rho = case.setting("exact.noise"), case.first(RHO)
     if not isinstance(noise, Mapping) or rho is None:
         return None
-    kind = noise.get("kind")
-    return Seen(rho, SAFE_RHO, f"mismatch/rho_std is {rho:.2g} in the first steps, by a dose of the kind {kind}")
+    return Seen(rho / SAFE_RHO, f"{RHO} is {rho:.2g} in the first steps, by a dose of the kind {noise.get('kind')}")
 
 
 def _overflow(case: Case) -> Seen | None:
     skipped = case.values("actor/update_skipped")
     share = sum(skipped) / len(skipped) if skipped else 0.0
-    return Seen(share, SAFE_SKIPPED, f"{share:.0%} of the updates were skipped for infinite gradients")
+    return Seen(share / SAFE_SKIPPED, f"{share:.0%} of the updates were skipped for infinite gradients")
 
 
 def _reward(case: Case) -> Seen | None:
     """A reward that changes while the policy does not, or that is the same for every response."""
     signal = case.values("groups/no_signal_frac")[:3]
     if signal and median(signal) > 0.9:
-        return Seen(median(signal), 0.1, f"from the start all rewards are equal in {median(signal):.0%} of the groups")
-    rows = [r for r in case.until_sign if math.isfinite(r.get("critic/rewards/mean", math.nan))]
-    means = [float(r["critic/rewards/mean"]) for r in rows]
-    fall, at = _largest_fall(means)
+        return Seen(median(signal) / 0.1, f"from the start all rewards are equal in {median(signal):.0%} of the groups")
+    rows = [r for r in case.until_sign if math.isfinite(r.get(REWARD, math.nan))]
+    fall, at = _largest_fall([float(r[REWARD]) for r in rows])
     if fall <= 0:
         return None
-    moved = {name: _moved(rows, at, name) for name in ("actor/entropy", "response_length/mean")}
+    moved = {name: _moved(rows, at, name) for name in ("actor/entropy", LENGTH)}
     most = max(moved.values())  # NaN where it was not measured
     said = ", ".join(f"{name} by {share:.0%}" for name, share in moved.items() if math.isfinite(share))
     supports = (f"the policy is the same there: {said} from one step to the next",) if most < 0.1 else ()
     against = (f"the policy moves there, too: {said}",) if most >= 0.25 else ()
-    size, kl = case.at_the_highest_rate("noise/relative_update") or 0.0, case.at_the_highest_rate("actor/ppo_kl") or 0.0
-    if size > SAFE_UPDATE or kl > SAFE_KL:
+    if max((case.at_the_highest_rate(UPDATE) or 0) / SAFE_UPDATE, (case.at_the_highest_rate(KL) or 0) / SAFE_KL) > 1:
         against += ("updates are large: these may lose it as fast",)
     weight = (2.0 if supports else 1.0) * 0.25 ** len(against) * (1.0 if fall > 0.5 else 0.5)
     text = f"{fall:.0%} of the reward is lost at step {rows[at]['step']}, from one step to the next"
-    return Seen(fall, SAFE_FALL, text, weight, supports, against, always=True)
+    return Seen(fall / SAFE_FALL * weight, text, supports, against, always=True)
 
 
 def _moved(rows: Records, at: int, metric: str) -> float:
@@ -269,76 +239,72 @@ def _largest_fall(means: Sequence[float]) -> tuple[float, int]:
 def _data(case: Case) -> Seen | None:
     """Training answers that are harder to meet than the held-out ones, by the same policy, or that teach other ones."""
     if (step := learned_by_heart(case.until_sign)) is not None:
-        text = (
-            f"at step {step} the held-out reward is falling while the training reward is at its best: the training set "
-        )
-        return Seen(2.0, 1.0, f"{text}is learned by heart, or has other answers", always=True)
+        told = f"at step {step} the held-out reward is falling while the training reward is at its best"
+        return Seen(2.0, f"{told}: the training set is learned by heart, or has other answers", always=True)
     held_out = case.values("val/reward/mean")[:1]
-    trained = (case.values("critic/score/mean") or case.values("critic/rewards/mean"))[:3]
+    trained = (case.values("critic/score/mean") or case.values(REWARD))[:3]
     if not held_out or not trained or min(*held_out, *trained) < 0:  # two scales: a ratio means nothing
         return None
     gap = (held_out[0] + 0.01) / (sum(trained) / len(trained) + 0.01)
     text = f"the first policy earns {held_out[0]:.2g} on held-out prompts and {median(trained):.2g} on training prompts"
-    return Seen(gap, SAFE_GAP, text, gap / SAFE_GAP)
+    return Seen((gap / SAFE_GAP) ** 2, text)
 
 
 def _length(case: Case) -> Seen | None:
     """Responses that grow, or that are cut at a limit."""
     near = Case(case.until_sign, {})
-    lengths, cut = near.values("response_length/mean"), near.values("response_length/clip_ratio")
+    lengths, cut = near.values(LENGTH), near.values(CUT)
     if len(lengths) < FIRST:
         return None
-    start, most = median(lengths[:3]), max(median(lengths[i : i + 5]) for i in range(len(lengths) - 4))
-    growth = most / max(start, 1e-9)
-    truncated = max((median(cut[i : i + 5]) for i in range(len(cut) - 4)), default=math.nan)
-    shares = f"; {truncated:.0%} were cut at the limit" if cut else "; how many were cut is not known"
-    at = next((c.step for c in case.changes if c.metric == "response_length/mean"), None)
+    growth = _highest(lengths) / max(median(lengths[:3]), 1e-9)
+    share = _highest(cut)
+    shares = f"{share:.0%} were cut at the limit" if cut else "how many were cut is not known"
+    at = next((c.step for c in case.changes if c.metric == LENGTH), None)
     follows = at is not None and case.collapse is not None and at > case.collapse
     against = (f"they changed from step {at} on, after the reward fell",) if follows else ()
-    excess = max(growth / SAFE_LENGTH, truncated / SAFE_TRUNCATED if cut else 0.0) * SAFE_LENGTH
+    excess = max(growth / SAFE_LENGTH, share / SAFE_TRUNCATED) * (0.5 if follows else 1.0)
     if growth >= SAFE_LENGTH:
-        text, test = f"responses grew to {growth:.2g} times their first length{shares}", None
+        text, test = f"responses grew to {growth:.2g} times their first length; {shares}", ()
     else:
-        text = f"responses do not end by themselves{shares}: a shorter limit, or an end token that is lost"
+        text = f"responses do not end by themselves; {shares}: a shorter limit, or an end token that is lost"
         test = ("rollout.max_response_length=…", "rollout.stop_token_ids=null")
-    return Seen(excess, SAFE_LENGTH, text, 0.5 if follows else 1.0, (), against, test, always=True)
+    return Seen(excess, text, (), against, test, always=True)
 
 
-def _length_test(case: Case) -> tuple[str, ...]:
+def _highest(values: Sequence[float]) -> float:
+    """The highest median of five neighbours."""
+    return max((median(values[i : i + 5]) for i in range(len(values) - 4)), default=0.0)
+
+
+def _penalty_on_length(case: Case) -> tuple[str, ...]:
     return (f"reward.overlong={{buffer: {max(1, int(case.setting('rollout.max_response_length', 16)) // 4)}}}",)
 
 
 def _temperature(case: Case) -> Seen | None:
     value = float(case.setting("rollout.temperature", 1.0))
     off = max(value, 1 / value) if value > 0 else math.inf
-    return Seen(off, SAFE_TEMPERATURE, f"responses are sampled at temperature {value:g}", off)
+    return Seen(off * off / SAFE_TEMPERATURE, f"responses are sampled at temperature {value:g}")
 
 
 def _routing(case: Case) -> Seen | None:
-    agreed = case.first("router/agree_frac")
-    if agreed is None:
-        return None
-    return Seen(1 - agreed, SAFE_FLIPS, f"both engines choose other experts in {1 - agreed:.1%} of the rows")
+    flips = 1 - (case.first("router/agree_frac") or 1.0)
+    return Seen(flips / SAFE_FLIPS, f"both engines choose other experts in {flips:.1%} of the rows")
 
 
 def _jump(case: Case) -> Seen | None:
     """A policy that is another from one step to the next, though its updates are small."""
     change = case.departed("actor/entropy", UP) or case.departed("actor/entropy", DOWN)
-    size = case.first("noise/relative_update") or 0.0
-    if change is None or change.margin < JUMP or size > SAFE_UPDATE or case.changed:
+    if change is None or change.margin < JUMP or (case.first(UPDATE) or 0.0) > SAFE_UPDATE or case.changed:
         return None
-    went = f"the policy is another at step {change.step}: actor/entropy goes from {two(change.before)} to "
-    text = (
-        f"{went}{two(change.after)}, with updates as before: weights that were loaded, restored or damaged, or prompts"
-    )
-    return Seen(change.margin, 1.0, text, always=True)
+    text = f"the policy is another at step {change.step}: actor/entropy goes from {two(change.before)} to "
+    text += f"{two(change.after)}, with updates as before: weights that were loaded, restored or damaged, or prompts"
+    return Seen(change.margin, text, always=True)
 
 
 def _no_constant(case: Case) -> None:
     return None
 
 
-Test = tuple[str, ...] | Callable[[Case], tuple[str, ...]]
 PARITY = (
     "`rollout.verify_refit: true` compares the engine's weights after each refit; `megatron-rl parity RUN` its "
     "operators with the learner's; `megatron-rl batch attribute RUN --step {step}` the scores of a recorded batch. "
@@ -348,13 +314,16 @@ PARITY = (
 
 @dataclass(frozen=True)
 class Cause:
-    """A row of the table. ``measures``: whose departure, in which direction, is this cause's own, ``told`` with it."""
+    """A row of the table. ``measures``: whose departure, in which direction, is this cause's own, ``told`` with it.
+
+    ``needs``: metrics or keys of which one is needed to judge it.
+    """
 
     name: str
     keys: str
     constant: Callable[[Case], Seen | None]
-    test: Test = ()
-    needs: tuple[str, ...] = ()  # metrics or keys of which one is needed to judge it
+    test: tuple[str, ...] | Callable[[Case], tuple[str, ...]] = ()
+    needs: tuple[str, ...] = ()
     measures: tuple[tuple[str, bool], ...] = ()
     told: str = ""
     apart: str = ""
@@ -366,9 +335,9 @@ CAUSES = (
         "learning rate",
         "learner.optimizer.lr schedule",
         _rate,
-        _rate_test,
-        ("noise/relative_update", "actor/ppo_kl"),
-        (("noise/relative_update", UP), ("actor/lr", UP), ("actor/ppo_kl", UP)),
+        _third_of_the_rate,
+        (UPDATE, KL),
+        ((UPDATE, UP), ("actor/lr", UP), (KL, UP)),
         "updates are too large",
     ),
     Cause("updates a batch", "batch.minibatches", _updates, ("batch.minibatches=1",), ("batch.minibatches",)),
@@ -393,13 +362,13 @@ CAUSES = (
         "rollout precision routing",
         _no_constant,
         ("rollout.engine=exact",),
-        ("mismatch/rho_std",),
-        (("mismatch/rho_std", UP),),
+        (RHO,),
+        ((RHO, UP),),
         "engine and learner no longer agree: the engine has other weights (old, or a wrong tensor), or its "
         "log-probs are made another way than the samples (temperature, top-p)",
         PARITY,
     ),
-    Cause("rounding", "rollout.quantization learner.dtype rollout.dtype", _rounding, (), ("mismatch/rho_std",)),
+    Cause("rounding", "rollout.quantization learner.dtype rollout.dtype", _rounding, needs=(RHO,)),
     Cause("dose of mismatch", "exact.noise", _dose, ("exact.noise=null",)),
     Cause(
         "overflow",
@@ -415,7 +384,7 @@ CAUSES = (
         "reward.name data.train",
         _reward,
         ("reward.name=…",),
-        ("critic/rewards/mean", "groups/no_signal_frac"),
+        (REWARD, "groups/no_signal_frac"),
         apart="a judge that fails lowers `val/reward/mean` at the next validation, too; wrong answers in the data "
         "alone do not. `megatron-rl run samples RUN` shows responses with what they earned",
     ),
@@ -424,8 +393,8 @@ CAUSES = (
         "length",
         "rollout.max_response_length rollout.stop_token_ids reward",
         _length,
-        _length_test,
-        ("response_length/mean",),
+        _penalty_on_length,
+        (LENGTH,),
     ),
     Cause("temperature", "rollout.temperature", _temperature, ("rollout.temperature=1",), ("rollout.temperature",)),
     Cause(
@@ -463,39 +432,37 @@ def suspects(case: Case) -> list[Suspect]:
 
 
 def _suspect(cause: Cause, case: Case) -> Suspect | None:
-    seen = cause.constant(case)
-    moved = [change for measure in cause.measures if (change := case.departed(*measure)) is not None]
-    is_over = seen is not None and seen.value / seen.safe * seen.weight > 1
-    is_changed = any(key.startswith(own) or own.startswith(key) for key in case.changed for own in cause.keys.split())
-    # What was as high before a change of something else did no harm then.
-    is_over = is_over and (seen.always or is_changed or not case.changed)
-    if not moved and not is_over:
-        return None
+    seen, keys = cause.constant(case), tuple(cause.keys.split())
     test = cause.test(case) if callable(cause.test) else cause.test
-    keys = tuple(cause.keys.split())
-    if not moved:
-        excess, test = seen.value / seen.safe * seen.weight, test if seen.test is None else seen.test
-        supports = seen.supports if seen.always else (*seen.supports, "by a constant of tiny models")
-        measured = (float(seen.value), seen.safe, excess)
-        return Suspect(cause.name, keys, seen.text, *measured, supports, seen.contradicts, test, cause.apart)
-    first = min(moved, key=lambda change: change.step)
-    text = f"{cause.told}: {first.metric} goes from {two(first.before)} to {two(first.after)} at step {first.step}"
-    supports = tuple(f"{c.metric}: {two(c.before)} → {two(c.after)} at step {c.step}" for c in moved if c is not first)
-    excess = max(min(first.margin, STRONGEST), seen.value / seen.safe * seen.weight if is_over else 0.0)
-    supports += seen.supports if is_over else ()
-    apart = cause.apart.replace("{step}", str(first.step))
-    return Suspect(cause.name, keys, text, first.after, first.before, excess, supports, (), test, apart)
+    is_changed = any(key.startswith(own) or own.startswith(key) for key in case.changed for own in keys)
+    # What was as high before a change of something else did no harm then.
+    if seen is not None and not (seen.excess > 1 and (seen.always or is_changed or not case.changed)):
+        seen = None
+    moved = [change for measure in cause.measures if (change := case.departed(*measure)) is not None]
+    if moved:
+        first = min(moved, key=lambda change: change.step)
+        text = f"{cause.told}: {first.metric} goes from {two(first.before)} to {two(first.after)} at step {first.step}"
+        supports = tuple(f"{c.metric}: {two(c.before)} → {two(c.after)} at step {c.step}" for c in moved if c != first)
+        excess = max(min(first.margin, STRONGEST), seen.excess if seen else 0.0)
+        supports += seen.supports if seen else ()
+        return Suspect(
+            cause.name, keys, text, excess, supports, (), test, cause.apart.replace("{step}", str(first.step))
+        )
+    if seen is None:
+        return None
+    supports = seen.supports if seen.always else (*seen.supports, "by a constant of tiny models")
+    return Suspect(cause.name, keys, seen.text, seen.excess, supports, seen.contradicts, seen.test or test, cause.apart)
 
 
 def blind(records: Records, recipe: Recipe) -> dict[str, str]:
     """The causes that cannot be judged, each with what would be needed."""
     case = Case(records, recipe)
     present = {name for record in records for name in record}
-    present -= set() if any(case.values("actor/ppo_kl")) else {"actor/ppo_kl"}  # with one update a batch it is always 0
+    present -= set() if any(case.values(KL)) else {KL}  # with one update a batch it is always 0
     lacking = {}
     for cause in CAUSES:
         if cause.needs and not any(name in present or case.setting(name) is not None for name in cause.needs):
-            shown = (f"{name} above 0" if name == "actor/ppo_kl" else name for name in cause.needs)
+            shown = (f"{name} above 0" if name == KL else name for name in cause.needs)
             lacking[cause.name] = " or ".join(name if "/" in name else f"--set {name}=…" for name in shown)
     return lacking
 

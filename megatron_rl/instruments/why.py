@@ -183,9 +183,7 @@ def _made(finding: Finding, steps: Sequence[int]) -> list[Suspect]:
             test = tuple(f"{e.key}={json.dumps(e.old)}" for e in events if e.kind == "recipe")
             keys = tuple(event.key for event in events)
             name = f"{kinds} change"
-            found.append(
-                Suspect(name, keys, text, float(step), float(begins), excess, tuple(supports), tuple(against), test)
-            )
+            found.append(Suspect(name, keys, text, excess, tuple(supports), tuple(against), test))
     return found
 
 
