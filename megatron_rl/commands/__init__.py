@@ -50,7 +50,6 @@ COMMANDS = {
     "batch replay": "Run the update of a stored batch again, as it was or changed.",
     "batch attribute": "Split the mismatch of a stored batch into its causes.",
     "batch experts": "Show load, flips and mismatch of each expert in a stored batch.",
-    "batch import-dump": "Make a stored batch from a rollout dump of slime, miles or NeMo-RL.",
     "batch gradient-bias": "Measure how far the mismatch turns the gradient of a stored batch.",
     "paper mismatch": "Measure the training-inference mismatch of a checkpoint by pairs of dtypes.",
     "paper eval-grid": "Measure a checkpoint's accuracy by dtype, temperature, top-p and token budget.",
@@ -66,7 +65,7 @@ MODULES = {
     "recipe": ("check", "plan", "schema", "from_verl", "from_slime", "from_nemo_rl"),
     "run": ("watch", "samples", "plot", "servers"),
     "why": ("why", "branch", "score_alarms"),
-    "batch": ("replay", "attribute", "experts", "gradient_bias", "import_dump"),
+    "batch": ("replay", "attribute", "experts", "gradient_bias"),
     "paper": ("mismatch", "eval_grid", "sanity_set", "sanity_verdict"),
 }
 """Modules that hold several commands. Any other command has a module of its name."""

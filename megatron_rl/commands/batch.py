@@ -1,4 +1,4 @@
-"""Commands on one stored batch: `batch replay`, `attribute`, `experts`, `gradient-bias`, and `import-dump`."""
+"""Commands on one stored batch: `batch replay`, `attribute`, `experts` and `gradient-bias`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_rl.commands import add_overrides
-from megatron_rl.commands.arguments import COUNT, INDEX, output, output_file
+from megatron_rl.commands.arguments import COUNT, INDEX, output_file
 from megatron_rl.config import Recipe
 from megatron_rl.errors import EXIT_DONE
 
@@ -183,7 +183,6 @@ def print_attribution(
 ) -> None:
     from megatron_rl.instruments.rerun import draw
     from megatron_rl.process.host import format_table
-    from megatron_rl.run.recorded_batches import IMPORTED
 
     total = attribution.total
     print(f"step {options.step}, {attribution.num_tokens} response tokens, weights: {attribution.weights}")
@@ -201,11 +200,7 @@ def print_attribution(
     print(format_table(["cause", "taken away by", "variance", "share"], rows))
     print(
         "The shares are of the mismatch, not of the collapse: they say what makes pi and mu differ at this step.\n"
-        + (
-            "What made the run unstable: megatron-rl run why LOG, with the log of the run that wrote the dump"
-            if IMPORTED in recorded.metrics
-            else f"What made the run unstable: megatron-rl run why {options.run}, then run branch"
-        )
+        f"What made the run unstable: megatron-rl run why {options.run}, then run branch"
     )
     chart = directory.plots / f"mismatch_step_{options.step:08d}.png"
     draw(attribution, f"{options.run.name}, step {options.step}", chart)
@@ -318,46 +313,4 @@ def run_gradient_bias(options: argparse.Namespace) -> int:
                     indent=1,
                 )
             )
-    return EXIT_DONE
-
-
-def add_import_dump(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dump", type=Path, help="Read this file: DUMP.pt of slime or miles, or .jsonl of NeMo-RL.")
-    parser.add_argument(
-        "--recipe",
-        type=Path,
-        required=True,
-        help="Use this recipe, whose model.path is the checkpoint (Hugging Face) that the responses were sampled from.",
-    )
-    parser.add_argument("--output", type=output, required=True, metavar="RUN", help="Write this run directory.")
-    parser.add_argument("--reward-key", metavar="KEY", help="Take this reward, where a response of slime has several.")
-    add_overrides(parser)
-
-
-def run_import_dump(options: argparse.Namespace) -> int:
-    """Make a stored batch from a rollout dump of slime, miles or NeMo-RL, for the other commands of `batch`.
-
-        megatron-rl batch import-dump dump/rollout_data/120.pt --recipe recipe.yaml --output runs/imported
-        megatron-rl batch attribute runs/imported --step 0
-
-    slime and miles write it with --save-debug-rollout-data, NeMo-RL as train_data_step<N>.jsonl. The file is read
-    without running code of it. It becomes step 0 of a new run directory with the recipe, whose model is the checkpoint
-    that the responses were sampled from; `recipe from-slime` and `recipe from-nemo-rl` make such a recipe. The command
-    says what the dump lacks. A dump of verl has texts alone and is refused.
-    """
-    from megatron_rl.config import load_recipe
-    from megatron_rl.instruments.foreign.dumps import mismatch_of, read_dump, write_run
-
-    recipe = load_recipe(options.recipe, options.overrides)
-    imported = read_dump(options.dump, recipe, options.reward_key)
-    path = write_run(imported, recipe, options.output)
-    sequences = imported.batch.sequences
-    tokens = sum(sequence.response_length for sequence in sequences)
-    print(f"{options.dump}: {imported.project}, {len(sequences)} responses of {tokens} tokens")
-    if mismatch := mismatch_of(imported.batch):
-        shown = ("mismatch/rho_std", "mismatch/rho_max", "rollout_corr/k3_kl", "rollout_corr/chi2_token")
-        print("mismatch by its own log-probs: " + ", ".join(f"{name} {mismatch[name]:.3g}" for name in shown))
-    for lack in imported.lacks:
-        print(f"the dump lacks {lack}")
-    print(f"{path}: written; next: megatron-rl batch attribute {options.output} --step 0")
     return EXIT_DONE

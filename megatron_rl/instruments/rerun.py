@@ -14,8 +14,7 @@ its own routing and precision, so it is added without an order. The remainder af
 rollout engine alone does: its rounding, and what the recipe adds to it (`left_over`). A part is negative if a cause
 cancels others.
 
-A batch without the engine's routes has no part of routing, which is in the remainder then. An imported batch without
-the learner's log-probs has no part of staleness.
+A batch without the engine's routes has no part of routing, which is in the remainder then.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from megatron_rl.model.architecture import read_architecture
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.objective.inputs import MAX_LOG_RATIO
 from megatron_rl.process.ranks import broadcast_object, gather_objects, world_rank
-from megatron_rl.run.recorded_batches import IMPORTED, RecordedBatch, batch_path, load_batch, recorded_steps
+from megatron_rl.run.recorded_batches import RecordedBatch, batch_path, load_batch, recorded_steps
 from megatron_rl.types import Batch
 
 LAYOUT_KEYS = {"tp": "tensor", "pp": "pipeline", "ep": "expert", "etp": "expert_tensor"}
@@ -297,24 +296,16 @@ def attribute(directory: RunDirectory, recipe: Recipe, recorded: RecordedBatch, 
     """Score the batch with the learner of its step without each set of causes, and return the split. Collective.
 
     ``weights``: see `rerun.learner_at`. It takes six passes over the batch without gradient, two if the learner
-    computes in fp32; half as many without routes. Raises InputError if a batch of a run lacks current log-probs, and if
-    the learner replayed routes that the batch lacks.
+    computes in fp32; half as many without routes. Raises InputError if the batch lacks current log-probs.
     """
     batch = recorded.batch
-    known = [s.current_logprobs is not None for s in batch.sequences]
-    is_stale_known = all(known)
-    if not is_stale_known and (any(known) or IMPORTED not in recorded.metrics):
+    if any(s.current_logprobs is None for s in batch.sequences):
         raise InputError(f"step {batch.step}: the batch has no current_logprobs; recorder.record_batches records them")
     if recipe.routing.replay == "r2":
         raise InputError("routing.replay: r2 stores the learner's own routes; attribution needs the engine's")
     variance = _measure(recorded)
     num_tokens = sum(s.response_length for s in batch.sequences)
     has_routes = all(s.routed_experts is not None for s in batch.sequences)
-    if is_stale_known and recipe.routing.replay == "r3" and not has_routes:
-        raise InputError(
-            f"step {batch.step}: routing.replay: r3, but the batch has no routes: the learner's log-probs cannot be "
-            "computed again; for a dump of a run without replay: `batch import-dump … --set routing.replay=off`"
-        )
     causes = CAUSES if has_routes else CAUSES[1:]
     # A measurement may use an fp32 head in the learner alone.
     routed = changed_recipe(recipe, {"routing": {"replay": "r3" if has_routes else "off", "telemetry": False}})
@@ -343,11 +334,8 @@ def attribute(directory: RunDirectory, recipe: Recipe, recorded: RecordedBatch, 
                     learner.close()
     measured = _every_set(measured, [frozenset(), frozenset({"routing"})] if has_routes else [frozenset()])
     recipes_causes = frozenset({"routing"}) if recipe.routing.replay == "r3" else frozenset()
-    staleness: list[Part] = []
-    if is_stale_known:
-        stored = np.concatenate([s.current_logprobs for s in batch.sequences])
-        change = variance(stored) - measured[recipes_causes]
-        staleness = [Part("staleness", "weights before the first update of the batch", change)]
+    stored = np.concatenate([s.current_logprobs for s in batch.sequences])
+    change = variance(stored) - measured[recipes_causes]
     shares = shapley(measured, causes)
     what = {
         "routing": "the engine's routes replayed" + (" (as in the run)" if recipes_causes else ""),
@@ -355,7 +343,7 @@ def attribute(directory: RunDirectory, recipe: Recipe, recorded: RecordedBatch, 
         "body": f"already {recipe.learner.dtype}" if stored_fp32 else f"{recipe.learner.dtype} → fp32",
     }
     parts = (
-        *staleness,
+        Part("staleness", "weights before the first update of the batch", change),
         *(Part(cause, what[cause], shares[cause]) for cause in causes),
         Part("remainder", left_over(recipe, routes_are_missing), measured[frozenset(causes)]),
     )

@@ -45,8 +45,6 @@ from megatron_rl.types import Batch, Sequence
 
 FORMAT_VERSION, READABLE = 3, (2, 3)
 MAX_LOGPROB = 1e-4  # above this it cannot be rounding: probabilities do not exceed one
-IMPORTED = "imported/responses"
-"""Metric of a batch that was imported from a dump of another project: its number of responses."""
 T = TypeVar("T")
 _STEP_FILE = re.compile(r"step_(\d{8,})\.json")
 _LIKE = {"kept": True, "parts": [{"sequences": [0]}], "minibatches": [[0]], "sequences": [{"id": ""}], "metrics": {}}

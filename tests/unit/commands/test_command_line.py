@@ -166,7 +166,6 @@ NEW = {
     "recipe from-verl",
     "recipe from-slime",
     "recipe from-nemo-rl",
-    "batch import-dump",
 }
 
 
