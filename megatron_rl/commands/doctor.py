@@ -253,8 +253,8 @@ def _run_witnesses(setup: Setup, out: Path | None) -> int:
     failed = False
     if world_rank() == 0:
         result = compare(checkpoint, records)
-        failed = bool(result.failures)
-        print(certificate.as_text(setup, records, result))
+        failed = not result.passes
+        print(certificate.as_text(setup, result))
         if out is not None:
             certificate.write(out, setup, records, result)
             print(f"wrote {out}/parity.json, parity.html, parity.txt, parity.png")

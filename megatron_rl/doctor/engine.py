@@ -156,9 +156,9 @@ def judge_parity(comparison: Comparison) -> Outcome:
     """Fails where an operator is beyond its bound, and names the first."""
     worst = {name: max(e.ratio for e in comparison.errors if e.witness == name) for name in comparison.witnesses}
     figures = {"error over bound": {name: min(ratio, 1e30) for name, ratio in worst.items()}}
-    if comparison.failures:
+    if not comparison.passes:
         return failed(
-            f"{comparison.verdict()}: {comparison.first[0].sentence()}",
+            ": ".join([comparison.verdict(), *(error.sentence() for error in comparison.first[:1])]),
             "Use the pinned versions (`packages`, `patches`). `megatron-rl parity recipes/tiny/model --out DIR` writes "
             "all operators and a picture; docs/parity.md explains them.",
             **figures,

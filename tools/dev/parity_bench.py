@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from megatron_rl.checkpoint.hf_folder import HFFolder, model_weights
 from megatron_rl.config.model_rules import beyond_exact
-from megatron_rl.instruments.parity import exact_taps, transformers_taps, vllm_taps, witnesses
+from megatron_rl.instruments.parity import transformers_taps, vllm_taps, witnesses
 from megatron_rl.instruments.parity.definition import Checkpoint
 from megatron_rl.instruments.parity.families import FAMILIES
 from megatron_rl.instruments.parity.record import Record, replaced
@@ -26,6 +26,7 @@ VOCABULARY = 120  # vLLM pads it to 128
 LAYER = 1
 """Where a fault of one layer is planted: the second and last of the small models."""
 PREFILL, DECODE = "vLLM prefill", "vLLM decode"
+GENERATION = "exact generation"
 
 YARN = {
     "rope_type": "yarn",
@@ -116,7 +117,7 @@ class Bench:
 
     def records(self, who: str) -> list[Record]:
         """Of the witnesses of ``who``, as they are now."""
-        setup, size, temperature = self.setup, self.architecture.vocab_size, self.setup.temperature
+        setup, temperature = self.setup, self.setup.temperature
         if who == "vllm":
             return witnesses.vllm_records(setup, self.engine)
         if who == "learner":
@@ -125,10 +126,9 @@ class Bench:
             return [transformers_taps.taps_of(self.transformers, setup.sequences, temperature)]
         if beyond_exact(self.architecture, 1) is not None:
             return []
-        return [
-            witnesses.learner_record(setup, self.architecture, self.exact, exact=True),
-            exact_taps.run(self.exact, setup.sequences, vocabulary=size, temperature=temperature),
-        ]
+        record = witnesses.learner_record(setup, self.architecture, self.exact, exact=True)
+        witnesses.hold_against_generation(record, self.exact, self.architecture.vocab_size)
+        return [record]
 
     def clean(self, who: str) -> list[Record]:
         if who not in self._clean:
@@ -171,7 +171,7 @@ def fault(
     experts: tuple[int, ...] | None = None,
 ) -> Callable:
     names = {"vllm": (PREFILL, DECODE), "learner": ("learner",), "transformers": ("transformers",)}
-    names["exact"] = ("exact pass", "exact generation")
+    names["exact"] = ("exact pass",)
     expected = found or tuple(n for w in who for n in names[w])
 
     def add(plant: Callable[[Bench], AbstractContextManager]) -> Callable:

@@ -22,7 +22,7 @@ from typing import Any
 from megatron_rl.instruments.parity import report
 from megatron_rl.instruments.parity.compare import compare
 from tools.dev import parity_learner_faults, parity_vllm_faults  # noqa: F401 - they fill `FAULTS`
-from tools.dev.parity_bench import FAULTS, Bench, Fault, make_models
+from tools.dev.parity_bench import FAULTS, GENERATION, Bench, Fault, make_models
 
 
 def examine(bench: Bench, fault: Fault) -> dict[str, Any]:
@@ -32,6 +32,8 @@ def examine(bench: Bench, fault: Fault) -> dict[str, Any]:
     first = result.first
     named = first[0].tap if first else None
     witnesses_ = sorted(e.witness for e in first)
+    if not first and result.generation and result.generation[1]:
+        named, witnesses_ = result.generation[1][0], [GENERATION]
     experts = sorted({e for error in first for e in error.experts})
     located = named == fault.taps and witnesses_ == sorted(fault.witnesses)
     if fault.experts is not None:
@@ -72,7 +74,7 @@ def show(name: str, picture: Path) -> str:
         records = bench.under(fault, [who for who in ("transformers", "learner", "vllm") if who not in fault.who])
         result = compare(bench.checkpoint, records)
         report.draw(result).savefig(picture, dpi=100)
-        return report.as_text(bench.setup, records, result)
+        return report.as_text(bench.setup, result)
 
 
 def table(made: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from megatron_rl.instruments.parity.record import replaced
 from megatron_rl.layers import cpu_layers
 from megatron_rl.layers.attention import attend
 from tools.dev.parity_bench import (
+    GENERATION,
     LAYER,
     Bench,
     changed,
@@ -305,7 +306,7 @@ def _(bench: Bench) -> AbstractContextManager:
 # -- of exact mode, of transformers, and of both engines
 
 
-@fault("exact generation: cached keys in bf16", "0.attention", "exact", found=("exact generation",))
+@fault("exact generation: cached keys in bf16", "0.output", "exact", found=(GENERATION,))
 def _(bench: Bench) -> AbstractContextManager:
     def make(write: Callable) -> Callable:
         return lambda self, layer, pages, offsets, key, value: write(
@@ -315,7 +316,7 @@ def _(bench: Bench) -> AbstractContextManager:
     return replaced(PagedCache, "write", make)
 
 
-@fault("exact generation: positions of steps off by one", "0.q_rope", "exact", found=("exact generation",))
+@fault("exact generation: positions of steps off by one", "0.output", "exact", found=(GENERATION,))
 def _(bench: Bench) -> AbstractContextManager:
     def make(begin: Callable) -> Callable:
         def shifted(self: StepForward, longest: int) -> None:

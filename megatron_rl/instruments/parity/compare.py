@@ -75,6 +75,11 @@ class Comparison:
     errors: list[OperatorError] = field(default_factory=list)
     flips: list[Flip] = field(default_factory=list)
     logprob_differences: dict[str, float] = field(default_factory=dict)  # witness → largest |difference to float64|
+    generation: tuple[int, list[str]] | None = None  # of exact mode, see `record.Record`
+
+    @property
+    def passes(self) -> bool:
+        return not self.failures and not (self.generation and self.generation[1])
 
     @property
     def failures(self) -> list[OperatorError]:
@@ -92,6 +97,9 @@ class Comparison:
         return list(dict.fromkeys(e.witness for e in self.errors))
 
     def verdict(self) -> str:
+        if not self.failures and not self.passes:
+            tap = in_words(self.generation[1][0])
+            return f"fail: exact mode's generation is not bit for bit its pass, first at {tap}"
         if not self.failures:
             return "pass: every operator of every witness is within its bound"
         tap, names = self.first[0].tap, [e.witness for e in self.first]
@@ -116,6 +124,7 @@ def compare(checkpoint: Checkpoint, records: Sequence[Record], num_layers: int |
             plain.weight_dtypes = record.weight_dtypes
             truths[key] = evaluation_of(checkpoint, plain, num_layers)
         _compare_one(record, evaluation_of(checkpoint, record, num_layers), truths[key], result)
+        result.generation = record.generation or result.generation
     return result
 
 

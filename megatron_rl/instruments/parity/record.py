@@ -66,7 +66,8 @@ class Record:
     """Outputs of one witness. ``witness``: its name in the report. ``dtype``: of its weights. ``weight_dtypes``: of
     `router` and `head` where they differ. ``parts``: tensor-parallel ranks, whose partial sums are rounded one by one.
     ``product``: see `arithmetic.Rounding`. ``temperature``: of the log-probs. ``rescaled``: sums of the residual stream
-    were kept at another scale, which costs a rounding on the way there and one on the way back."""
+    were kept at another scale, which costs a rounding on the way there and one on the way back. ``generation``: of
+    exact mode's pass, how many of its taps were held against its generation, and those that differ in a bit."""
 
     witness: str
     lengths: list[int]
@@ -79,6 +80,7 @@ class Record:
     product: float = 0.0
     temperature: float = 1.0
     rescaled: bool = False
+    generation: tuple[int, list[str]] | None = None
 
     @property
     def starts(self) -> list[int]:

@@ -13,31 +13,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 
 from megatron_rl.instruments.parity.compare import SHOWN, Comparison, OperatorError
 from megatron_rl.instruments.parity.definition import Checkpoint
 from megatron_rl.instruments.parity.record import Record, place
 from megatron_rl.instruments.parity.witnesses import Setup
+from megatron_rl.monitor.html_page import html_page
 from megatron_rl.monitor.run_directory import hardware, package_versions
 from megatron_rl.process.ranks import world_size
 
 VERSION = 1
 
 
-def exact_differences(records: Sequence[Record]) -> tuple[int, list[str]] | None:
-    """Of exact mode's pass and its generation: how many taps both have, and those that differ in a bit. None where one
-    of the two did not run."""
-    by_name = {record.witness: record for record in records}
-    if not {"exact pass", "exact generation"} <= by_name.keys():
-        return None
-    first, second = by_name["exact pass"].taps, by_name["exact generation"].taps
-    both = sorted(first.keys() & second.keys(), key=place)
-    return len(both), [tap for tap in both if not torch.equal(first[tap], second[tap])]
-
-
-def as_text(setup: Setup, records: Sequence[Record], result: Comparison) -> str:
+def as_text(setup: Setup, result: Comparison) -> str:
     lengths = ", ".join(str(len(tokens)) for tokens in setup.sequences)
     parallel = {k: v for k, v in setup.learner.parallel.model_dump().items() if type(v) is int and v > 1}
     layout = ", ".join(f"{name} {size}" for name, size in parallel.items()) or "one rank"
@@ -54,8 +43,8 @@ def as_text(setup: Setup, records: Sequence[Record], result: Comparison) -> str:
         lines.append(f"{name:18} {len(errors):9} {beyond:6} {worst.ratio:8.2g}  {gap:8.1e}  {worst.tap}")
     lines.append("worst: own error over its bound; log-prob: largest difference to float64, in nats")
     lines += _flip_lines(result)
-    if (exact := exact_differences(records)) is not None:
-        number, different = exact
+    if result.generation is not None:
+        number, different = result.generation
         what = f"{len(different)} differ, first {different[0]}" if different else "all equal bit for bit"
         lines.append(f"exact mode: {number} taps of its pass and of its generation: {what}")
     lines += [f"  {error.sentence()}" for error in result.failures[:SHOWN]]
@@ -89,10 +78,10 @@ def model_hash(path: Path) -> str:
 
 def certificate(setup: Setup, records: Sequence[Record], result: Comparison) -> dict[str, Any]:
     """What was compared, on what, and every operator's error and bound. JSON-able."""
-    exact = exact_differences(records)
+    exact = result.generation
     return {
         "version": VERSION,
-        "verdict": "fail" if result.failures else "pass",
+        "verdict": "pass" if result.passes else "fail",
         "sentence": result.verdict(),
         "first": [_entry(error) for error in result.first],
         "model": {
@@ -138,7 +127,7 @@ def _finite(value: Any) -> Any:
 def write(folder: Path, setup: Setup, records: Sequence[Record], result: Comparison) -> None:
     """Write parity.json, parity.html, parity.txt and parity.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    made, text, picture = certificate(setup, records, result), as_text(setup, records, result), draw(result)
+    made, text, picture = certificate(setup, records, result), as_text(setup, result), draw(result)
     (folder / "parity.json").write_text(json.dumps(made, indent=1) + "\n")
     (folder / "parity.html").write_text(as_page(made, text, picture))
     (folder / "parity.txt").write_text(text + "\n")
@@ -210,37 +199,27 @@ def _name_layers(panel: Any, taps: list[str], at: dict[str, int]) -> None:
 
 
 _STYLE = """
-body { font: 14px/1.4 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; margin: 1rem 0 } td, th { padding: 2px 10px; text-align: left; vertical-align: top }
-th { border-bottom: 1px solid #999 } td.number { text-align: right; font-variant-numeric: tabular-nums }
-tr.beyond td { background: #fde3e1 } .pass { color: #1a7f37 } .fail { color: #c1121f } img { max-width: 100% }
-pre { overflow-x: auto }
+tr.beyond td { background: #fde3e1 } img { max-width: 100% } td:nth-child(2) { text-align: left }
 """
 
 
 def as_page(certificate: Mapping[str, Any], text: str, picture: Figure) -> str:
     """``certificate`` as `report.certificate` makes it, ``text`` of the report, ``picture`` of the errors by depth."""
-    verdict = certificate["verdict"]
     image = io.BytesIO()
     picture.savefig(image, format="png", dpi=110)
     facts = [(name, certificate[name]) for name in ("model", "dtypes", "layout", "precision", "hardware", "versions")]
-    return "\n".join(
-        [
-            "<!doctype html><html lang=en><meta charset=utf-8>",
-            f"<title>parity: {verdict}</title><style>{_STYLE}</style>",
-            f'<h1>Parity: <span class="{verdict}">{verdict}</span></h1>',
-            f"<p>{html.escape(certificate['sentence'])}</p>",
-            f"<pre>{html.escape(text)}</pre>",
-            f'<img alt="error by depth" src="data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}">',
-            "<h2>What was compared</h2>",
-            _table(("", ""), [((name, _words(value)), False) for name, value in facts]),
-            "<h2>Prefill against decode</h2>",
-            _differences(certificate["prefill_against_decode"]),
-            "<h2>Operators</h2>",
-            _operators(certificate["operators"]),
-            "</html>\n",
-        ]
-    )
+    parts = [
+        f"<p>{html.escape(certificate['sentence'])}</p>",
+        f"<pre>{html.escape(text)}</pre>",
+        f'<img alt="error by depth" src="data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}">',
+        "<h2>What was compared</h2>",
+        _table(("", ""), [((name, _words(value)), False) for name, value in facts]),
+        "<h2>Prefill against decode</h2>",
+        _differences(certificate["prefill_against_decode"]),
+        "<h2>Operators</h2>",
+        _operators(certificate["operators"]),
+    ]
+    return html_page(f"Parity: {certificate['verdict']}", "\n".join(parts), _STYLE)
 
 
 def _differences(differences: Mapping[str, float] | None) -> str:
@@ -257,13 +236,10 @@ def _operators(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[tuple[Sequence[str], bool]]) -> str:
-    """``rows``: cells, and whether they are marked. Cells after the second are numbers."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
-    lines = [f"<table><tr>{head}</tr>"]
+    """``rows``: cells, and whether they are marked."""
+    lines = [f"<table><tr>{''.join(f'<th>{html.escape(name)}</th>' for name in heads)}</tr>"]
     for cells, is_marked in rows:
-        drawn = "".join(
-            f"<td{' class=number' if place > 1 else ''}>{html.escape(cell)}</td>" for place, cell in enumerate(cells)
-        )
+        drawn = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
         lines.append(f"<tr{' class=beyond' if is_marked else ''}>{drawn}</tr>")
     return "\n".join([*lines, "</table>"])
 

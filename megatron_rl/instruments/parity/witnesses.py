@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights, model_shapes, model_weights, write_hf_checkpoint
@@ -25,11 +26,14 @@ from megatron_rl.config.learner import LearnerConfig, PrecisionConfig
 from megatron_rl.config.model_rules import beyond_exact
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.parity import exact_taps, learner_taps, transformers_taps, vllm_taps
-from megatron_rl.instruments.parity.record import Record
+from megatron_rl.exact.decode import Decoder
+from megatron_rl.exact.generator import GivenTokens
+from megatron_rl.instruments.parity import learner_taps, transformers_taps, vllm_taps
+from megatron_rl.instruments.parity.record import Record, place
 from megatron_rl.instruments.plan.learner import BYTES
 from megatron_rl.instruments.plan.memory import GIB, parity_memory
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.logprobs import token_logprobs
 from megatron_rl.learner.model import DTYPES, build_model
 from megatron_rl.learner.process_groups import initialize
 from megatron_rl.model.architecture import Architecture, read_architecture, read_object
@@ -207,11 +211,7 @@ def collect(setup: Setup, around: Around = lambda name, model: nullcontext()) ->
         with learner_model(setup, architecture, exact=True) as module, around("exact", module):
             records.append(learner_record(setup, architecture, module, exact=True))
             if world_size() == 1:
-                records.append(
-                    exact_taps.run(
-                        module, setup.sequences, vocabulary=architecture.vocab_size, temperature=setup.temperature
-                    )
-                )
+                hold_against_generation(records[-1], module, architecture.vocab_size)
     if "vllm" in setup.witnesses:
         with closing(start_engine(setup)) as engine, around("vllm", engine):
             records += vllm_records(setup, engine)
@@ -250,6 +250,36 @@ def learner_record(setup: Setup, architecture: Architecture, module: torch.nn.Mo
         product=product_of(setup.learner.dtype),
         temperature=setup.temperature,
     )
+
+
+@torch.no_grad()
+def hold_against_generation(record: Record, module: torch.nn.Module, vocabulary: int) -> None:
+    """Generate the sequences of ``record``, of exact mode's pass, token by token, and note in it which of its taps
+    differ in a bit. On one rank.
+    """
+    device = next(module.parameters()).device
+    options = {"max_tokens": len(record.tokens), "max_sequences": len(record.lengths), "kv_cache": True}
+    decoder = Decoder(module, vocabulary, device, token_logprobs, **options)
+    taps = {"embedding": "embedding", "final norm": "final_norm"}
+    taps |= {f"layer {i}": f"{i}.output" for i in range(len(module.decoder.layers))}
+    rows: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, hidden: torch.Tensor) -> None:
+        for row, (sequence, position) in enumerate(decoder.row_owners):
+            if name in taps and position < record.lengths[sequence]:
+                like = record.taps[taps[name]]
+                rows.setdefault(taps[name], torch.full_like(like, torch.nan))[record.starts[sequence] + position] = (
+                    hidden[row].cpu()
+                )
+
+    sequences = [part.tolist() for part in record.tokens.split(record.lengths)]
+    # One further token makes the last one's row; which token it is does not matter.
+    responses = [np.array([*tokens[1:], tokens[0]]) for tokens in sequences]
+    prompts, limits = [tokens[:1] for tokens in sequences], [*map(len, responses)]
+    with decoder.watched(keep):
+        decoder.run(prompts, limits, GivenTokens(responses, device))
+    different = [tap for tap, value in rows.items() if not torch.equal(value, record.taps[tap])]
+    record.generation = (len(rows), sorted(different, key=place))
 
 
 def _run_transformers(setup: Setup, around: Around) -> Record:
