@@ -56,8 +56,8 @@ def run_why(options: argparse.Namespace) -> int:
         megatron-rl run why tensorboard_log/my-project/my-run [--set batch.minibatches=4]
 
     Reads metrics.jsonl, the recipes and environments that the run kept, or a log of verl, slime, miles, NeMo-RL,
-    prime-rl or TRL (TensorBoard, W&B, MLflow, JSON, CSV, console). For such a log it names the rules and suspects that
-    lack their metric; --set gives keys of the recipe that a log does not have (docs/coming-from.md).
+    prime-rl or TRL (TensorBoard, W&B, MLflow, JSON, CSV, console). For such a log it names the rules that lack their
+    metric; --set gives keys of the recipe that a log does not have (docs/coming-from.md).
 
     Signs are the alarms in force and a collapse of the reward. What somebody changed before the first sign comes first,
     then causes whose own measure departed in time. Where none fits the page says so. A run without a sign has no
@@ -89,26 +89,22 @@ def run_why(options: argparse.Namespace) -> int:
         return EXIT_DONE
     from_start = run.is_own and begins_at_start(finding, folder)
     print(printable("\n".join([*run.source_lines(), page(finding, folder if run.is_own else None, from_start)])))
-    for title, blind in lacks.get("lacks", {}).items():
-        print(f"\n{title} that see nothing in this log:" if blind else f"\nall {title} see what they need")
-        for name, what in blind.items():
-            print(f"  {name:<20}needs {what}")
+    if not run.is_own:
+        blind = [f"  {name:<20}needs {metric}" for name, metric in lacks["lacks"].items()]
+        print(
+            "\n".join(["\nrules that see nothing in this log:", *blind] if blind else ["\nall rules see their metrics"])
+        )
+        print("A log has no recipe: --set batch.minibatches=…, rollout.max_staleness=… and other keys tell of more.")
     return EXIT_DONE
 
 
 def lacking(run: Run, recipe: dict[str, Any]) -> dict[str, Any]:
-    """What the log of another project was read from, and what it lacks."""
-    from megatron_rl.instruments.causes import blind as blind_causes
+    """What the log of another project was read from, and the rules that lack their metric in it."""
     from megatron_rl.instruments.foreign.read import blind_rules
 
-    records = completed(run.records)
+    read = {our: list(theirs) for our, theirs in run.sources.items()}
     rules = Alarms(own_rules(recipe), level_rules(recipe)).rules
-    lacks = {"rules": blind_rules(records, rules), "suspects": blind_causes(records, recipe)}
-    return {
-        "log": run.source_lines(),
-        "read": {our: list(theirs) for our, theirs in run.sources.items()},
-        "lacks": lacks,
-    }
+    return {"log": run.source_lines(), "read": read, "lacks": blind_rules(completed(run.records), rules)}
 
 
 def recipe_of_overrides(overrides: list[str]) -> dict[str, Any]:

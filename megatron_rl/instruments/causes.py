@@ -16,13 +16,14 @@ from statistics import median
 from typing import Any
 
 from megatron_rl.config.monitor import mismatch_has_updates
-from megatron_rl.instruments.departures import AFTER, Change, Records
+from megatron_rl.instruments.departures import AFTER, WATCHED, Change, Records
 from megatron_rl.monitor.alarms import REWARD, learned_by_heart
 
 Recipe = Mapping[str, Any]
 FIRST = 10  # records that say what a run was like at its start
 JUMP = 2.0  # margin of a departure that no small update makes
 UP, DOWN = True, False
+DIRECTIONS = {metric: watched.direction >= 0 for metric, watched in WATCHED.items()}
 HIGHEST = 0.9  # rates above this share of the highest one count as the highest
 STRONGEST = 10.0  # a departure counts no more than this many times the least one
 UPDATE, KL, RHO = "noise/relative_update", "actor/ppo_kl", "mismatch/rho_std"
@@ -314,17 +315,13 @@ PARITY = (
 
 @dataclass(frozen=True)
 class Cause:
-    """A row of the table. ``measures``: whose departure, in which direction, is this cause's own, ``told`` with it.
-
-    ``needs``: metrics or keys of which one is needed to judge it.
-    """
+    """A row of the table. ``measures``: metrics whose departure is this cause's own, ``told`` with it."""
 
     name: str
     keys: str
     constant: Callable[[Case], Seen | None]
     test: tuple[str, ...] | Callable[[Case], tuple[str, ...]] = ()
-    needs: tuple[str, ...] = ()
-    measures: tuple[tuple[str, bool], ...] = ()
+    measures: tuple[str, ...] = ()
     told: str = ""
     apart: str = ""
 
@@ -336,25 +333,22 @@ CAUSES = (
         "learner.optimizer.lr schedule",
         _rate,
         _third_of_the_rate,
-        (UPDATE, KL),
-        ((UPDATE, UP), ("actor/lr", UP), (KL, UP)),
+        (UPDATE, "actor/lr", KL),
         "updates are too large",
     ),
-    Cause("updates a batch", "batch.minibatches", _updates, ("batch.minibatches=1",), ("batch.minibatches",)),
+    Cause("updates a batch", "batch.minibatches", _updates, ("batch.minibatches=1",)),
     Cause(
         "clip range",
         "objective.policy_term",
         _clip,
         ("objective.policy_term.clip_low=0.2", "objective.policy_term.clip_high=0.28"),
-        ("objective.policy_term",),
     ),
     Cause(
         "staleness",
         "rollout.max_staleness",
         _staleness,
         ("rollout.max_staleness=0",),
-        ("rollout/staleness_mean", "rollout.max_staleness"),
-        (("rollout/staleness_mean", UP),),
+        ("rollout/staleness_mean",),
         "responses are sampled from older weights",
     ),
     Cause(
@@ -363,12 +357,11 @@ CAUSES = (
         _no_constant,
         ("rollout.engine=exact",),
         (RHO,),
-        ((RHO, UP),),
         "engine and learner no longer agree: the engine has other weights (old, or a wrong tensor), or its "
         "log-probs are made another way than the samples (temperature, top-p)",
         PARITY,
     ),
-    Cause("rounding", "rollout.quantization learner.dtype rollout.dtype", _rounding, needs=(RHO,)),
+    Cause("rounding", "rollout.quantization learner.dtype rollout.dtype", _rounding),
     Cause("dose of mismatch", "exact.noise", _dose, ("exact.noise=null",)),
     Cause(
         "overflow",
@@ -376,7 +369,6 @@ CAUSES = (
         _overflow,
         ("learner.dtype=bf16", "rollout.dtype=bf16"),
         ("actor/update_skipped",),
-        (("actor/update_skipped", UP),),
         "updates are skipped for infinite gradients",
     ),
     Cause(
@@ -384,33 +376,24 @@ CAUSES = (
         "reward.name data.train",
         _reward,
         ("reward.name=…",),
-        (REWARD, "groups/no_signal_frac"),
         apart="a judge that fails lowers `val/reward/mean` at the next validation, too; wrong answers in the data "
         "alone do not. `megatron-rl run samples RUN` shows responses with what they earned",
     ),
-    Cause("data", "data.train", _data, ("data.train=…",), ("val/reward/mean",)),
-    Cause(
-        "length",
-        "rollout.max_response_length rollout.stop_token_ids reward",
-        _length,
-        _penalty_on_length,
-        (LENGTH,),
-    ),
-    Cause("temperature", "rollout.temperature", _temperature, ("rollout.temperature=1",), ("rollout.temperature",)),
+    Cause("data", "data.train", _data, ("data.train=…",)),
+    Cause("length", "rollout.max_response_length rollout.stop_token_ids reward", _length, _penalty_on_length),
+    Cause("temperature", "rollout.temperature", _temperature, ("rollout.temperature=1",)),
     Cause(
         "routing",
         "routing.replay",
         _routing,
         ("routing.replay=r3",),
         ("router/agree_frac",),
-        (("router/agree_frac", DOWN),),
         "both engines choose other experts",
     ),
     Cause(
         "other weights or prompts",
         "model.path data.prompt data.train",
         _jump,
-        needs=("actor/entropy",),
         apart="`megatron-rl eval RECIPE --checkpoint` before and after it: lower means weights, equal prompts",
     ),
     Cause(
@@ -419,7 +402,6 @@ CAUSES = (
         _no_constant,
         ("batch.filter_groups=true",),
         ("groups/no_signal_frac",),
-        (("groups/no_signal_frac", UP),),
         "all responses to a prompt earn the same: nothing is left to learn from",
     ),
 )
@@ -438,7 +420,9 @@ def _suspect(cause: Cause, case: Case) -> Suspect | None:
     # What was as high before a change of something else did no harm then.
     if seen is not None and not (seen.excess > 1 and (seen.always or is_changed or not case.changed)):
         seen = None
-    moved = [change for measure in cause.measures if (change := case.departed(*measure)) is not None]
+    moved = [
+        change for measure in cause.measures if (change := case.departed(measure, DIRECTIONS[measure])) is not None
+    ]
     if moved:
         first = min(moved, key=lambda change: change.step)
         text = f"{cause.told}: {first.metric} goes from {two(first.before)} to {two(first.after)} at step {first.step}"
@@ -452,19 +436,6 @@ def _suspect(cause: Cause, case: Case) -> Suspect | None:
         return None
     supports = seen.supports if seen.always else (*seen.supports, "by a constant of tiny models")
     return Suspect(cause.name, keys, seen.text, seen.excess, supports, seen.contradicts, seen.test or test, cause.apart)
-
-
-def blind(records: Records, recipe: Recipe) -> dict[str, str]:
-    """The causes that cannot be judged, each with what would be needed."""
-    case = Case(records, recipe)
-    present = {name for record in records for name in record}
-    present -= set() if any(case.values(KL)) else {KL}  # with one update a batch it is always 0
-    lacking = {}
-    for cause in CAUSES:
-        if cause.needs and not any(name in present or case.setting(name) is not None for name in cause.needs):
-            shown = (f"{name} above 0" if name == KL else name for name in cause.needs)
-            lacking[cause.name] = " or ".join(name if "/" in name else f"--set {name}=…" for name in shown)
-    return lacking
 
 
 def two(value: float) -> str:

@@ -414,7 +414,7 @@ _TABLE_METRICS = (
     "perf/time/step",
 )
 CURVES_STYLE = """
-main { display: grid; grid-template-columns: repeat(auto-fill, minmax(420px, 1fr)); gap: 8px; }
+main, .panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(420px, 1fr)); gap: 8px; }
 figure { margin: 0; }
 svg { width: 100%; height: auto; }
 .groups span { margin-right: 1.5em; white-space: nowrap; }

@@ -114,7 +114,9 @@ def _mismatch(run: WatchedRun, axis: str) -> str:
     rows = [[f"po at step {last['step']:g}", *(f"rho {figure}" for figure in FIGURES)]]
     rows += [[_escaped(band), *(number(last.get(f"mismatch/rho_{name}/{band}")) for name in FIGURES)] for band in bands]
     panel = Panel(f"{printable(run.label)}: mean rho by po", (f"{MEAN}.+",))
-    return f"<main><figure>{panel_svg(panel, _groups([run]), View(axis))}</figure></main>{html_table(rows)}"
+    return (
+        f'<div class="panels"><figure>{panel_svg(panel, _groups([run]), View(axis))}</figure></div>{html_table(rows)}'
+    )
 
 
 def _routes(run: WatchedRun) -> str:

@@ -1,18 +1,16 @@
-"""The table of causes: what counts for a row, what speaks against it, and what cannot be judged."""
+"""The table of causes: what counts for a row, and what speaks against it."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_rl.instruments.causes import CAUSES, Case, blind, suspects, two
+from megatron_rl.instruments.causes import CAUSES, Case, suspects, two
 from megatron_rl.instruments.departures import WATCHED, Change
 from tests.unit.instruments.test_why import records
 
 
-def test_every_measure_is_watched_and_its_direction_tells():
-    for cause in CAUSES:
-        for metric, is_up in cause.measures:
-            assert WATCHED[metric].direction in (0, 1 if is_up else -1)
+def test_every_measure_is_watched():
+    assert {metric for cause in CAUSES for metric in cause.measures} <= WATCHED.keys()
 
 
 @pytest.mark.parametrize(("step", "is_suspect"), [(20, True), (23, True), (30, False), (41, False)])
@@ -34,13 +32,6 @@ def test_a_share_that_nobody_measured_is_not_zero():
     ]
     (length,) = [suspect for suspect in suspects(Case(rows, {}, 40)) if suspect.name == "length"]
     assert "how many were cut is not known" in length.observation
-
-
-def test_what_cannot_be_judged_is_named_with_what_it_needs():
-    lacking = blind([{"step": 0, "critic/rewards/mean": 0.5, "actor/ppo_kl": 0.0}], {"rollout": {"temperature": 1.0}})
-    assert lacking["learning rate"] == "noise/relative_update or actor/ppo_kl above 0"
-    assert lacking["clip range"] == "--set objective.policy_term=…"
-    assert not {"temperature", "reward"} & set(lacking)
 
 
 @pytest.mark.parametrize(("term", "is_suspect"), [("gspo", True), ("vespo", False)])

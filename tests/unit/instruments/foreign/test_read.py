@@ -20,7 +20,6 @@ import pytest
 from megatron_rl.__main__ import main
 from megatron_rl.config.monitor import level_rules
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.causes import blind
 from megatron_rl.instruments.foreign.read import blind_rules, read_run
 from megatron_rl.monitor.alarms import CollapseRule, RecordedRun, collapse_step, first_collapse, read_packed
 from megatron_rl.monitor.run_directory import JsonlSink
@@ -206,7 +205,7 @@ def test_a_folder_of_our_runs_is_not_taken_for_a_log(tmp_path):
 # -- what a log lacks
 
 
-def test_rules_and_suspects_that_see_nothing(logs):
+def test_rules_that_see_nothing(logs):
     records = read_run(logs / "verl/wandb").records
     assert blind_rules(records, level_rules({})) == {
         "no-signal": "groups/no_signal_frac",
@@ -215,10 +214,6 @@ def test_rules_and_suspects_that_see_nothing(logs):
         "update-size": "noise/relative_update",
         "overflows": "actor/update_skipped",
     }
-    lacking = blind(records, {"batch": {"minibatches": 4}})
-    assert "updates a batch" not in lacking
-    assert lacking["learning rate"] == "noise/relative_update or actor/ppo_kl above 0"
-    assert lacking["temperature"] == "--set rollout.temperature=…"
 
 
 def test_why_reads_a_log(logs, capsys):
@@ -233,7 +228,7 @@ def test_why_reads_a_log(logs, capsys):
     assert main(["run", "why", str(logs / "prime"), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["collapse"], printed["read"]["actor/lr"]) == (14, ["optim/lr"])
-    assert set(printed["lacks"]) == {"rules", "suspects"}
+    assert printed["lacks"]["update-size"] == "noise/relative_update"
 
 
 def test_score_alarms_reads_a_log(logs, capsys):

@@ -175,7 +175,7 @@ def test_a_witness_stands_alone_or_all_depart(models):
     first.taps["0.mlp"] += 1
     result = compare(checkpoint, [first, second])
     assert "every witness that has this operator departs from the checkpoint" in result.verdict()
-    text = report.as_text(witnesses.of_model(models["llama"], "fp32", SEQUENCES), [first, second], result)
+    text = report.as_text(witnesses.of_model(models["llama"], "fp32", SEQUENCES), result)
     assert "layer 0, mlp of other: own error" in text
 
 
