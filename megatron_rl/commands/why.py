@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
-from megatron_rl.commands import add_gpu, add_overrides
+from megatron_rl.commands import add_overrides
 from megatron_rl.commands.arguments import COUNT, INDEX, SHARE, output
 from megatron_rl.config import yaml12
 from megatron_rl.config.monitor import AlarmRule, MonitorConfig, level_rules
@@ -189,13 +189,6 @@ def add_branch(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=output, metavar="DIR", help="Keep the arms' runs in this folder.")
     parser.add_argument("--dry-run", action="store_true", help="Print arms, steps and cost, and start nothing.")
-    add_gpu(parser, "With --dry-run, estimate hours of this GPU.")
-    parser.add_argument(
-        "--nodes", type=COUNT, help="With --gpu, assume this number of nodes (default: as the recipe's name says)."
-    )
-    parser.add_argument(
-        "--gpus-per-node", type=COUNT, help="With --gpu, assume this number of GPUs in a node (default: 8)."
-    )
     parser.add_argument(
         "--print-jobs", action="store_true", help="Print the command that submits each missing arm, and start nothing."
     )
@@ -205,7 +198,7 @@ def add_branch(parser: argparse.ArgumentParser) -> None:
 def run_branch(options: argparse.Namespace) -> int:
     """Find the cause of an unstable run by experiment: short arms from a checkpoint before the onset, one change each.
 
-        megatron-rl run branch RUN --dry-run [--gpu h100-80 --nodes 4]    arms, steps and cost; no engine
+        megatron-rl run branch RUN --dry-run                              arms, steps and cost; no engine
         megatron-rl run branch RUN [--seeds 4] [--steps N] [--jobs N]     run what is missing, then say the verdict
         megatron-rl run branch RUN --print-jobs                           a command of Slurm for each missing arm
 
@@ -221,7 +214,6 @@ def run_branch(options: argparse.Namespace) -> int:
     """
     from megatron_rl.instruments.branch.plan import plan_branch
 
-    _check(options)
     branch = plan_branch(
         options.run.parent if options.run.is_file() else options.run,
         from_step=options.from_step,
@@ -237,15 +229,6 @@ def run_branch(options: argparse.Namespace) -> int:
     if options.print_jobs:
         return _print_jobs(branch, root)
     return _run(branch, root, options)
-
-
-def _check(options: argparse.Namespace) -> None:
-    for name, least in (("steps", 2), ("seeds", 1), ("jobs", 1), ("from_step", 0)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise InputError(f"--{name.removesuffix('_step')} {value}: expected at least {least}")
-    if options.gpu and not options.dry_run:
-        raise InputError("--gpu: is for the estimate of --dry-run; give --dry-run with it")
 
 
 def _own_arms(given: list[list[str]]) -> list:
@@ -272,20 +255,11 @@ def _say_plan(branch: Branch, options: argparse.Namespace) -> int:
     from megatron_rl.instruments.branch.verdict import plan_as_json, plan_page
     from megatron_rl.monitor import RunDirectory
 
-    costs = []
-    if options.gpu:
-        from megatron_rl.instruments.branch.plan import gpu_costs
-
-        costs = gpu_costs(branch, options.gpu, options.nodes, options.gpus_per_node)
     if options.json:
-        print(json.dumps(plan_as_json(branch, costs), indent=2))
+        print(json.dumps(plan_as_json(branch), indent=2))
         return EXIT_DONE
     ranks, _ = ranks_of(RunDirectory(branch.parent))
     print(printable(plan_page(branch, _parallel(branch, options.jobs), ranks)))
-    if costs:
-        from megatron_rl.instruments.lab.foresight import render_costs
-
-        print("\n" + "\n".join(render_costs(branch, options.gpu, costs)))
     return EXIT_DONE
 
 

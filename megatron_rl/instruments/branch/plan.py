@@ -21,7 +21,6 @@ from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.branch.arms import CHANGE, CONTROL, Arm, LeftOut, arms_of, reason_of, undoing
 from megatron_rl.instruments.changed import history_of
-from megatron_rl.instruments.lab.foresight import ArmCost, cost
 from megatron_rl.instruments.lab.jobs import Job, LoadedStudy
 from megatron_rl.instruments.lab.study import Direction, Study
 from megatron_rl.instruments.why import find
@@ -389,12 +388,3 @@ def _refused(branch: Branch) -> dict[str, str]:
                 raise
             refused[job.arm] = reason_of(error)
     return refused
-
-
-def gpu_costs(branch: Branch, gpu: str, nodes: int | None, gpus_per_node: int | None) -> list[ArmCost]:
-    """Return what each arm costs on ``gpu`` by the arithmetic of `megatron-rl plan`.
-
-    Raises `InputError` if the model is unknown, or neither ``nodes`` nor the run's name says how many there are.
-    """
-    costs = cost(branch, gpu, nodes, gpus_per_node, None)
-    return [replace(row, num_steps=branch.steps) for row in costs]

@@ -14,7 +14,6 @@ from scipy import stats
 from megatron_rl.instruments.branch.arms import CONTROL, Arm, value_at
 from megatron_rl.instruments.branch.plan import DECISIVE, Branch, Loss
 from megatron_rl.instruments.lab.archive import first_difference
-from megatron_rl.instruments.lab.foresight import ArmCost
 from megatron_rl.instruments.lab.jobs import FINISHED, run_name, state_of
 from megatron_rl.instruments.lab.results import (
     LEAST_SEEDS,
@@ -421,7 +420,7 @@ def plan_page(branch: Branch, num_parallel: int, ranks: int) -> str:
     return "\n".join(lines)
 
 
-def plan_as_json(branch: Branch, costs: Sequence[ArmCost]) -> dict[str, Any]:
+def plan_as_json(branch: Branch) -> dict[str, Any]:
     """Return the plan as plain values."""
     runs = (len(branch.arms) + 1) * len(branch.study.seeds)
     keys = {arm.name: dict(arm.keys) for arm in branch.arms}
@@ -436,7 +435,6 @@ def plan_as_json(branch: Branch, costs: Sequence[ArmCost]) -> dict[str, Any]:
         "left_out": [vars(item) for item in branch.left_out],
         "runs": runs,
         "seconds": branch.planned_seconds(runs),
-        "gpu_hours": {row.arm: row.gpu_hours for row in costs},
     }
 
 
