@@ -66,6 +66,7 @@ def run_why(options: argparse.Namespace) -> int:
     from megatron_rl.instruments.changed import comparison, history_of
     from megatron_rl.instruments.foreign.read import read_run
     from megatron_rl.instruments.why import begins_at_start, find, page
+    from megatron_rl.run.identity import read_recipe
 
     run = read_run(options.run)
     folder = options.run.parent if options.run.is_file() and run.is_own else options.run
@@ -125,17 +126,6 @@ def recipe_of_overrides(overrides: list[str]) -> dict[str, Any]:
         if not sign:
             raise InputError(f"--set {override}: expected KEY.PATH=VALUE")
     return recipe
-
-
-def read_recipe(path: Path) -> dict:
-    """The recipe of a run as plain values. Raises `InputError` where there is none."""
-    try:
-        values, _ = yaml12.parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); `why` needs the recipe that the run wrote") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: no mapping; expected the recipe that the run wrote")
-    return values
 
 
 EXIT_INCOMPLETE = 1
@@ -372,6 +362,8 @@ def run_score_alarms(options: argparse.Namespace) -> int:
 
 def rules_of(run: Run, given: Path | None) -> list[AlarmRule]:
     """The rules of ``given``, else those in force in the run; for a log of another project those on levels."""
+    from megatron_rl.run.identity import read_recipe
+
     if given is not None:
         return read_rules(given)
     if not run.is_own:

@@ -288,5 +288,5 @@ def test_what_is_missing_is_named(tmp_path, capsys):
     folder = written(tmp_path / "run", records())
     (folder / "recipe.resolved.yaml").unlink()
     assert main(["run", "why", str(folder)]) == 2
-    assert "`why` needs the recipe that the run wrote" in capsys.readouterr().err
+    assert "recipe.resolved.yaml: cannot be read" in capsys.readouterr().err
     assert main(["run", "why", str(tmp_path / "nowhere")]) == 2
