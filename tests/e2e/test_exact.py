@@ -76,18 +76,6 @@ def test_stale_weights_are_those_of_the_run_itself_from_its_first_step_on(tmp_pa
     assert min(sizes[1:]) > 0.0
 
 
-@pytest.mark.slow  # tests/unit/exact/test_generator.py has the state of the dose without a run
-def test_a_held_dose_goes_on_where_a_run_was_stopped(tmp_path):
-    held = ["exact.noise={kind: weights, bits: int4, hold: 0.05}", "batch.prompts=2", "validation.every=0"]
-    whole, _ = train(tmp_path, "whole", *FP32_TWO_UPDATES, *held, "num_steps=4")
-    train(tmp_path, "parts", *FP32_TWO_UPDATES, *held, "num_steps=2")
-    parts, output = train(tmp_path, "parts", *FP32_TWO_UPDATES, *held, "num_steps=4")
-    assert "continues from step 2 of 4" in output
-    assert without_times(parts) == without_times(whole)
-    sizes = [row["exact/dose"] for row in whole if "exact/dose" in row]
-    assert len(set(sizes)) == len(sizes) == 4, "it moves in every step"
-
-
 def test_what_cannot_be_exact_is_refused(tmp_path):
     settings = ["rollout.top_p=0.9", "rollout.dtype=fp32", "routing.replay=r3", "learner.parallel.context=2"]
     _, output = train(tmp_path, "bad", *settings, status=2)

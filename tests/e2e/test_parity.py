@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from megatron_rl.config.rollout import ExactConfig
-from megatron_rl.doctor import engine
-from megatron_rl.doctor.checks import Setting
 from megatron_rl.exact.doses import make_dose
 from megatron_rl.instruments.parity.compare import compare
 from megatron_rl.instruments.parity.report import model_hash
@@ -176,14 +174,6 @@ def test_the_newest_checkpoint_of_a_run_is_compared(tmp_path):
     assert {entry["witness"] for entry in report["operators"]} == {*WITNESSES}
     assert report["layout"]["tensor"] == 2
     assert report["model"]["sha256"] != model_hash(MODEL)  # an update at a high rate has moved the weights
-
-
-@pytest.mark.slow
-def test_doctor_looks_at_the_first_layers_of_a_recipes_model(tmp_path):
-    setting = Setting("cpu", 1, str(tmp_path), GRPO, ["rollout.dtype=fp16"], str(tmp_path))
-    outcome = engine.parity(setting)
-    assert outcome.status == "pass", outcome
-    assert "tiny model: 380 operators of 5 witnesses are within their bounds; the first 2 layers of" in outcome.reason
 
 
 @pytest.mark.parametrize(

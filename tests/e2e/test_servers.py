@@ -1,57 +1,42 @@
-"""Two real servers: what they answer, that updates reach them bit for bit, who may talk to them, and what happens when
-they die. They are started once; the tests run in order, and the last ones kill them.
-
-For the slow ones, which kill trainers and servers, stands test_server_faults.py with the same faults; for the run that
-samples ahead, test_server_resume.py.
-"""
+"""Two real servers: what they answer, that updates reach them bit for bit, and who may talk to them. They are started
+once; the tests run in order. Faults: test_server_faults.py; a run that samples ahead: test_server_resume.py."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.config.sections import OversampleConfig
-from megatron_rl.data import PromptSampler, PromptSet
 from megatron_rl.rollout import RolloutError, Sampling
 from megatron_rl.rollout.conversation import load_talk
-from megatron_rl.rollout.servers import weight_broadcast, weight_updates
+from megatron_rl.rollout.servers import weight_broadcast
 from megatron_rl.rollout.servers.client import ServerClient
 from megatron_rl.rollout.servers.dispatch import TalkLoop
 from megatron_rl.rollout.servers.generator import ServerGenerator
 from megatron_rl.rollout.servers.guard import GENERATE
-from megatron_rl.rollout.servers.rendezvous import Address, folder, read
-from megatron_rl.rollout.servers.weight_broadcast import GroupError
+from megatron_rl.rollout.servers.rendezvous import Address, folder
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.rollout.weights import parameter_checksums
 from megatron_rl.routing import route_checksums
-from megatron_rl.run.lookahead import Oversampling
 from megatron_rl.types import Group, Prompt
 from tests.e2e.hf_reference import assert_same as assert_same_by
 from tests.e2e.hf_reference import flat
 from tests.e2e.in_flight import wait
 from tests.support.patience import PATIENCE_S
 from tests.support.tiny import DATA, MODEL, REPOSITORY, tiny_recipe
-from tests.support.zygote import run_command
 from tools.dev.make_tiny_checkpoint import build_tokenizer
 
 TOKEN = "token-of-the-servers-in-this-test"
@@ -213,40 +198,12 @@ class TestTwoServers:
         tokens = sum(map(len, flat(generator.finish(begun), "tokens")))
         assert generator.stats()["perf/tokens_per_s/rollout"] >= tokens / sampling
 
-    def test_weights_that_find_no_room_are_one_clear_error(self, generator, monkeypatch):
-        def no_room(*_):
-            raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-        stream = iter(perturbed(3).items())
-        monkeypatch.setattr(weight_updates, "save_file", no_room)
-        monkeypatch.setattr(generator._updates.broadcaster, "refused", "this test")
-        with pytest.raises(RolloutError, match=r"weights for the servers could not be written to .*: .*No space"):
-            generator.refit(stream, 5)
-        assert list(stream) == []  # read to its end: on several ranks every tensor is collective
-        assert len(generator.rollout(prompts(1), 1, policy_version=4, step=4)) == 1  # those before are still there
-
     def test_files_leave_the_same_bits_as_broadcasts(self, generator, fresh, monkeypatch):
         monkeypatch.setattr(generator._updates.broadcaster, "refused", "this test")
         for seed in (3, 2):
             generator.refit(perturbed(seed).items(), 4)
         assert len(generator.rollout(prompts(1), 1, policy_version=4, step=4)) == 1
         assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]] * 2
-
-    def test_where_no_group_can_be_formed_weights_go_through_files(self, generator, fresh, monkeypatch):
-        said: list[str] = []
-
-        def unreachable(urls):
-            raise GroupError("servers reach this machine at different addresses")
-
-        generator._updates.broadcaster.close()
-        monkeypatch.setattr(weight_updates, "address_for", unreachable)
-        monkeypatch.setattr(generator._updates, "_say", said.append)
-        generator.refit(perturbed(2).items(), 4)
-        (line,) = said
-        assert line.startswith("weights go to the servers through files in ")
-        assert line.endswith("servers reach this machine at different addresses")
-        assert_same(*(e.rollout(prompts(2), 2, policy_version=v, step=4) for e, v in ((generator, 4), (fresh, 0))))
-        generator._updates.broadcaster.refused = ""
 
     def test_an_update_that_breaks_off_leaves_servers_closed_and_the_next_one_is_whole(self, generator, fresh, chunks):
         def breaks_off():
@@ -262,63 +219,6 @@ class TestTwoServers:
         generator.refit(perturbed(2).items(), 5)
         assert generator._updates.broadcaster.amount.bytes == sum(tensor.nbytes for tensor in perturbed(2).values())
         assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]] * 2
-
-    @pytest.mark.slow
-    def test_a_trainer_that_is_killed_in_an_update_leaves_servers_that_take_the_next_one(self, generator, fresh):
-        members = list(generator._servers.pool.members.values())
-        program = Path(__file__).parent / "programs" / "dying_trainer.py"
-        urls = [member.address.url for member in members]
-        command = [sys.executable, program, MODEL, TOKEN, *urls]
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-        died = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
-        assert died.returncode == -signal.SIGKILL, died.stderr[-2000:]
-        generator.refit(perturbed(2).items(), 5)  # waits until they have given the other one up
-        assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]] * 2
-
-    @pytest.mark.slow
-    def test_a_server_killed_in_an_update_costs_the_others_nothing_but_time(self, generator, fresh, chunks):
-        victim, survivor = generator._servers.pool.members.values()
-        weights = Disturbed(perturbed(2), lambda: stop(victim.address, signal.SIGKILL))
-        generator.refit(weights, 5)
-        assert weights.passes <= 2  # 1: the survivor had everything before the other one's death was seen
-        assert victim.lost
-        assert not survivor.lost
-        assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]]
-        generator.refit(perturbed(2).items(), 5)  # the survivor's checksums closed it
-
-    @pytest.mark.slow
-    def test_a_server_that_came_back_gets_the_weights_while_all_wait_for_responses(self, generator, fresh):
-        """It is the only one that is left, and the learner sends what it sent before."""
-        pool = generator._servers.pool
-        (survivor,) = pool.ready
-        wait(generator, lambda: len(pool.lacking) == 1)
-        begun = generator.begin(prompts(8), 2, policy_version=5, step=2)
-        stop(survivor.address, signal.SIGKILL)
-        assert_same(generator.finish(begun), fresh.rollout(prompts(8), 2, policy_version=0, step=2))
-        assert pool.ready
-        assert survivor not in pool.ready
-
-    @pytest.mark.slow
-    def test_a_server_that_hangs_in_an_update_is_lost_and_comes_back(self, generator, fresh, chunks, monkeypatch):
-        pool = generator._servers.pool
-        wait(generator, lambda: len(pool.lacking) == 1)
-        generator.refit(perturbed(3).items(), 5)
-        victim, survivor = pool.ready
-        generator._updates.broadcaster.close()  # so that the group is made anew, with these limits
-        monkeypatch.setattr(generator._updates.broadcaster, "_stall_s", 2.0)
-        monkeypatch.setattr(weight_updates, "GRACE_S", 3.0)
-        start = time.monotonic()
-        generator.refit(Disturbed(perturbed(2), lambda: stop(victim.address, signal.SIGSTOP)), 5)
-        assert victim.lost
-        assert time.monotonic() - start < 60.0  # of the four times 2 + 3 s; request_deadline_s is 1800
-        assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]]
-        assert not survivor.lost
-        stop(victim.address, signal.SIGCONT)
-        wait(generator, lambda: not any(m.lost for m in pool.members.values()))
-        monkeypatch.undo()
-        generator.refit(perturbed(2).items(), 5)
-        assert held(generator) == [fresh._llm.apply_model(parameter_checksums)[0]] * 2
-        generator.refit(perturbed(2).items(), 5)  # their checksums closed them
 
     def test_nothing_answers_without_the_token_and_the_token_is_nowhere(self, generator, run_dir):
         paths = ["/health", "/pause", "/update_weights", "/collective_rpc", "/inference/v1/generate", "/v1/models"]
@@ -354,100 +254,10 @@ class TestTwoServers:
         body = json.dumps({"token_ids": [3, 4], "sampling_params": {"max_tokens": 1}}).encode()
         assert status(address, GENERATE, TOKEN, body=body, **headers) == 200
 
-    @pytest.mark.slow
-    def test_a_server_killed_in_the_middle_costs_no_response(self, generator, run_dir):
-        members = generator._servers.pool.members
-        wait(generator, lambda: len(members) == 2 and not any(member.lost for member in members.values()))
-        generator.refit(perturbed(2).items(), 5)  # one of them may have come back without weights
-        expected = generator.rollout(prompts(16), 4, policy_version=5, step=5)
-        name, victim = next(iter(generator._servers.pool.members.items()))
-        stop(victim.address, signal.SIGSTOP)  # so that it cannot answer what it is asked
-        begun = generator.begin(prompts(16), 4, policy_version=5, step=5)
-        wait(generator, lambda: victim.in_flight > 0)
-        stop(victim.address, signal.SIGKILL)
-        groups = generator.finish(begun)
-        assert_same(groups, expected)
-        assert generator.stats()["rollout/requeued"] > 0
-        assert generator.stats()["rollout/servers"] == 1
-        assert generator._servers.pool.members[name].lost
-        generator.refit(perturbed(3).items(), 5)
-        assert len(generator.rollout(prompts(2), 2, policy_version=5, step=6)) == 2
-
-    @pytest.mark.slow
-    def test_groups_that_were_carried_over_survive_the_death_of_their_server(self, generator):
-        wait(generator, lambda: len(generator._servers.pool.lacking) == 1)
-        generator.refit(perturbed(3).items(), 5)
-        sampler = PromptSampler(prompts(16))
-        config = OversampleConfig(factor=1.5, rest="carry_over")
-        ahead = Oversampling(sampler, generator, config, num_prompts=4, num_samples=4, max_staleness=1, num_steps=8)
-        carried, others = (
-            [prompt.id for prompt in part] for part in (sampler.take(2), PromptSampler(prompts(16)).take(6)[2:])
-        )
-        ahead.load_state_dict([{"step": 0, "prompts": carried}], PromptSet.of(prompts(16)))
-        victim = generator._servers.pool.ready[0]
-        stop(victim.address, signal.SIGSTOP)  # so that it cannot answer what it is asked
-        ahead.open(1, 5)
-        wait(generator, lambda: victim.in_flight > 0)
-        stop(victim.address, signal.SIGKILL)
-        learned = []
-        for step in (1, 2):
-            if step > 1:
-                ahead.open(step, 5)
-            while not ahead.is_filled:
-                ahead.keep(ahead.arrivals())
-            kept, metrics = ahead.close()
-            assert metrics["rollout/oversample/carried"] == 2
-            learned.append([group.prompt.id for group in kept])
-            (left,) = ahead.state_dict()
-            if step == 1:
-                assert learned[0][:2] == carried
-                assert sorted(learned[0][2:] + left["prompts"]) == sorted(others)
-                second = left["prompts"]
-        assert set(second) <= set(learned[1])
-        for begun in ahead._begun:
-            generator.cancel(begun.ticket)
-
-    @pytest.mark.slow
-    def test_a_server_that_was_killed_is_started_again_and_gets_the_next_weights(self, generator):
-        wait(generator, lambda: len(generator._servers.pool.lacking) == 1)
-        generator.refit(perturbed(3).items(), 5)
-        assert generator.rollout(prompts(8), 4, policy_version=5, step=6)
-        assert generator.stats()["rollout/servers"] == 2
-        first, second = held(generator)
-        assert first == second
-
-    @pytest.mark.slow
-    def test_with_all_servers_dead_the_run_ends_with_one_clear_error(self, generator):
-        generator._servers.pool._limits.wait_s = 1.0
-        for member in list(generator._servers.pool.members.values()):
-            stop(member.address, signal.SIGKILL)
-        with pytest.raises(
-            RolloutError, match=r"waited 1 s .*4 of 4 responses are not there yet.* is lost .* is lost "
-        ):
-            generator.rollout(prompts(2), 2, policy_version=5, step=7)
-
-
-class Disturbed:
-    """Weights that can be sent again; in the middle of the first time something happens."""
-
-    def __init__(self, weights: dict[str, torch.Tensor], happens: Callable[[], None]) -> None:
-        self._weights, self._happens, self.passes = weights, happens, 0
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.passes += 1
-        for number, item in enumerate(self._weights.items()):
-            if self.passes == 1 and number == 70:
-                self._happens()
-            yield item
-
 
 def held(generator: ServerGenerator) -> list[dict[str, int]]:
     """Checksums of every server that may be used. Closes them."""
     return [generator._main.submit(m.client.checksums()).result(PATIENCE_S) for m in generator._servers.pool.ready]
-
-
-def stop(address: Address, number: int) -> None:
-    os.kill(address.pid, number)
 
 
 async def settings_of(address: Address) -> dict:
@@ -471,32 +281,3 @@ def status(
             return response.status
     except urllib.error.HTTPError as error:
         return error.code
-
-
-@pytest.mark.slow
-def test_a_run_that_samples_ahead_resumes_without_losing_or_repeating_a_prompt(tmp_path):
-    """Stopped after its first step, while the batch of the second was being sampled; then the same command again."""
-    run = tmp_path / "ahead"
-    run.mkdir()
-    (run / "STOP").touch()
-    settings = [f"name={run.name}", f"run_root={tmp_path}", "num_steps=3", "batch.prompts=4", "rollout.num_samples=4"]
-    settings += ["rollout.max_staleness=1", "rollout.servers.launch=1", "validation.every=0", "monitor.plots=false"]
-    settings += ["recorder.record_batches=all", "checkpoint.every=0", "rollout.servers.health_every_s=0.5"]
-    arguments = [argument for setting in settings for argument in ("--set", setting)]
-    for attempt in range(2):
-        done = run_command("megatron_rl", ["train", "recipes/tiny/servers.yaml", *arguments], tmp_path)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        if attempt == 0:
-            assert "stopped on request after step 0" in done.stdout
-            saved = json.loads((run / "checkpoints" / "step_00000001" / "trainer.json").read_text())
-            assert [item["step"] for item in saved["ahead"]] == [1]
-            assert not (run / "STOP").exists(), "a STOP that was acted on is used up"
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert [row["rollout/staleness_max"] for row in rows] == [0, 0, 1]  # step 1 was sampled anew after the resume
-    batches = [json.loads(path.read_text()) for path in sorted((run / "batches").rglob("*.json"))]
-    names = [sequence["id"] for batch in batches for sequence in batch["sequences"]]
-    assert len(names) == len(set(names)) == 3 * 4 * 4
-    expected = [name for item in saved["ahead"] for name in item["prompts"]]
-    assert list(dict.fromkeys(name.rsplit("/", 1)[0] for name in names[16:32])) == expected
-    assert read(folder(run) / "local-0.json") is None

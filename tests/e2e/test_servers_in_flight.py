@@ -110,24 +110,3 @@ class TestInFlight:
         assert_sampled_as_said(generator, models, generator.finish(first))
         assert_sampled_as_said(generator, models, generator.finish(second))
         assert complete == [0, 1]
-
-
-@pytest.mark.slow
-def test_a_server_that_preempts_and_shares_prefixes_hands_over_the_routes_of_every_token(models, tmp_path):
-    """Of four requests for each prompt all share its first block. The 11 blocks admit four or more requests, each of
-    which grows to four blocks: some are dropped and read anew."""
-    block_gib = 64 * 4 * 2 * 2 * 32 * 4 / 2**30  # tokens · layers · (key, value) · heads · width · bytes
-    run_dir = tmp_path / "served"
-    recipe, file = served_recipe(run_dir, LENGTH, kv_cache_gib=11.5 * block_gib)
-    local = ForkedServers(1, file, run_dir, TOKEN)
-    try:
-        generator = generator_on(run_dir, recipe, "abort_and_resume", count=1)
-        try:
-            long = [prompt for prompt in prompts(8, 7) if len(prompt.tokens) > 64]
-            groups = generator.rollout(long, 4, policy_version=0, step=0, sampling=SAMPLING)
-            assert [rollout.length for _, rollout in flat(groups)] == [LENGTH] * 12
-            assert_sampled_as_said(generator, models, groups)
-        finally:
-            generator.close()
-    finally:
-        local.close()

@@ -1,18 +1,14 @@
 """The command that people type, on both engines: a run, its record, resuming it, stopping it, several ranks.
 
-Starts are the cost (about 10 s each), so runs are made once and looked at by several tests, and all but the first and
-those of `torchrun` start in a process that has done its imports.
-
-For the slow ones stand, in this order: tests/parallel/test_offload.py; a run that goes back in
-tests/reliability/test_faults.py; two ranks on tensors, forked; the run of tests/reliability, which has several updates
-a step and refilled groups; tests/unit/data/test_curriculum.py; and tests/reliability/test_user_objective.py.
+Starts are the cost (about 10 s each), so runs are made once and looked at by several tests, and all but the first start
+in a process that has done its imports. Several updates a step, refilled groups, older checkpoints, offload and a user's
+objective: tests/reliability and tests/parallel/test_offload.py. `torchrun`: test_turns.py.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +19,6 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config.model_rules import FIRST_STEP_BOUNDS
 from megatron_rl.instruments.watch import page
 from megatron_rl.instruments.watch.run import WatchedRun
@@ -46,38 +41,21 @@ EPS = 1e-3  # as in tests/parallel/test_learner_layouts.py: updates are as exact
 SAMPLING = Sampling(24)
 
 
-def arguments_of(root: Path, name: str, *overrides: str, recipe: str = GRPO, resume: str = "auto") -> list[str]:
+def arguments_of(root: Path, name: str, *overrides: str, resume: str = "auto") -> list[str]:
     settings = [f"name={name}", f"run_root={root}", f"num_steps={STEPS}", "batch.prompts=4", "validation.limit=16"]
     settings += ["validation.every=0", "checkpoint={every: 0, keep_last: 0}", "monitor.plots=false"]
     settings += [f"learner.optimizer.eps={EPS}", *overrides]
-    arguments = ["train", recipe, "--resume", resume]
-    return arguments + [argument for setting in settings for argument in ("--set", setting)]
+    return ["train", GRPO, "--resume", resume, *(part for setting in settings for part in ("--set", setting))]
 
 
-def train(
-    root: Path,
-    name: str,
-    *overrides: str,
-    ranks: int = 1,
-    recipe: str = GRPO,
-    resume: str = "auto",
-    own_interpreter: bool = False,
-):
-    arguments = arguments_of(root, name, *overrides, recipe=recipe, resume=resume)
-    if ranks == 1 and not own_interpreter:
+def train(root: Path, name: str, *overrides: str, resume: str = "auto", own_interpreter: bool = False):
+    arguments = arguments_of(root, name, *overrides, resume=resume)
+    if not own_interpreter:
         return run_command("megatron_rl", arguments, root)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launcher, "-m", "megatron_rl", *arguments]
+    command = [sys.executable, "-m", "megatron_rl", *arguments]
     return subprocess.run(
         command, cwd=REPOSITORY, env=surroundings(), capture_output=True, text=True, timeout=PATIENCE_S
     )
-
-
-def train_two(root: Path, name: str, *overrides: str, forked: bool) -> subprocess.CompletedProcess:
-    """On two ranks: of `torchrun`, or forked."""
-    if not forked:
-        return train(root, name, *overrides, ranks=2)
-    return run_ranks_of_command("megatron_rl", arguments_of(root, name, *overrides), root, 2)
 
 
 def succeeded(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
@@ -174,16 +152,14 @@ async def judge(response, answer):
 """
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_scores_that_come_during_the_pass_for_old_logprobs_change_nothing(ranks, tmp_path):
+def test_scores_that_come_during_the_pass_for_old_logprobs_change_nothing(tmp_path):
     """A curriculum needs the scores of a step earlier. This one visits every prompt, as without it."""
     (tmp_path / "judge.py").write_text(JUDGE)
     settings = [f"reward={{name: '{tmp_path}/judge.py:judge', retries: 0}}", "batch.minibatches=2", "num_steps=2"]
     settings += ["reward.max_error_frac={first: 1.0, later: 1.0}", "recorder.record_batches=all"]
     rows = {}
     for name, keys in (("late", []), ("early", ["data.curriculum={easy_fraction: 1.0, hard_fraction: 1.0}"])):
-        done = run_ranks_of_command("megatron_rl", arguments_of(tmp_path, name, *settings, *keys), tmp_path, ranks)
-        succeeded(done)
+        succeeded(train(tmp_path, name, *settings, *keys))
         rows[name] = without_times(metrics(tmp_path, name))
     assert rows["late"] == [{k: v for k, v in row.items() if "curriculum/" not in k} for row in rows["early"]]
     assert 0 < rows["late"][0]["reward/unscored_frac"] < 1
@@ -192,36 +168,6 @@ def test_scores_that_come_during_the_pass_for_old_logprobs_change_nothing(ranks,
         assert [s.advantage for s in late.sequences] == [s.advantage for s in early.sequences]
         assert all(np.array_equal(a.loss_mask, b.loss_mask) for a, b in zip(late.sequences, early.sequences))
         assert all(np.array_equal(a.old_logprobs, b.old_logprobs) for a, b in zip(late.sequences, early.sequences))
-
-
-@pytest.mark.slow
-def test_a_step_that_could_not_be_scored_late_is_made_again_as_if_nothing_had_happened(tmp_path):
-    """Step 1 has responses without a score, which ends the run after its pass for old log-probs."""
-    (tmp_path / "judge.py").write_text(JUDGE)
-    settings = [f"reward.name={tmp_path}/judge.py:judge", "reward.retries=0", "batch.minibatches=2", "num_steps=3"]
-    settings += ["schedule={style: length-decay, mode: auto}"]
-    allowed = "reward.max_error_frac={first: 1.0, later: 1.0}"
-    succeeded(train(tmp_path, "calm", *settings, allowed))
-    assert metrics(tmp_path, "calm")[1]["reward/errors"] > 0
-    ended = train(tmp_path, "torn", *settings, "reward.max_error_frac={first: 1.0, later: 0.0}")
-    assert ended.returncode == 1
-    assert "responses could not be scored" in ended.stderr
-    assert [path.name for path in (tmp_path / "torn" / "checkpoints").iterdir()] == ["step_00000001"]
-    succeeded(train(tmp_path, "torn", *settings, allowed))
-    assert without_times(metrics(tmp_path, "torn")) == without_times(metrics(tmp_path, "calm"))
-
-
-@pytest.mark.slow
-def test_a_learner_that_steps_aside_trains_the_same(root):
-    """Gradients, Adam's states and weights leave between updates: every figure and the exported weights stay."""
-    offload = "learner.offload={gradients: true, optimizer: true, weights: true, during_passes: true}"
-    checkpoint = "checkpoint={every: 2, keep_last: 0, export_hf: true}"
-    succeeded(train(root, "aside", checkpoint, "validation.every=2", offload))
-    measured = metrics(root, "aside")
-    assert without_times(measured) == without_times(metrics(root, "whole"))
-    assert all(row["perf/time/offload"] > 0 for row in measured[:STEPS])
-    aside, whole = (HFFolder(root / name / "checkpoints" / "hf") for name in ("aside", "whole"))
-    assert all(torch.equal(tensor, whole(name)) for name, tensor in aside.items())
 
 
 @pytest.fixture(scope="module")
@@ -283,14 +229,6 @@ def test_resumed_run_continues_bit_for_bit(root):
     assert without_times(metrics(root, "stopped")) == without_times(metrics(root, "whole"))
 
 
-@pytest.mark.slow
-def test_resume_from_an_older_checkpoint_rewrites_what_came_after(root):
-    before = metrics(root, "whole")
-    checkpoint = root / "whole" / "checkpoints" / "step_00000002"
-    succeeded(train(root, "whole", "validation.every=2", resume=str(checkpoint)))
-    assert without_times(metrics(root, "whole")) == without_times(before)
-
-
 def test_exported_checkpoint_loads_and_holds_the_trained_weights(root):
     from huggingface_hub import ModelCard
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -311,22 +249,14 @@ def test_exported_checkpoint_loads_and_holds_the_trained_weights(root):
     }
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(("learner.parallel.tensor=2", "learner.parallel.expert=2")),
-        pytest.param(("learner.parallel.pipeline=2",), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_two_ranks_train_like_one(root, layout, log_rho, batches, limits):
+def test_two_ranks_train_like_one(root, log_rho, batches, limits):
     """Rollouts are drawn per response, so two ranks sample what one samples, and learn the same from it.
 
     Where a router meets a tie within rounding the two may choose otherwise: later steps are others then.
     """
-    name = layout[0].split(".")[-1].replace("=", "")
-    succeeded(train_two(root, name, *layout, forked="tensor" in layout[0]))
-    rows = metrics(root, name), metrics(root, "whole")[:STEPS]
+    layout = ("learner.parallel.tensor=2", "learner.parallel.expert=2")
+    succeeded(run_ranks_of_command("megatron_rl", arguments_of(root, "two", *layout), root, 2))
+    rows = metrics(root, "two"), metrics(root, "whole")[:STEPS]
     tokens = [sum(s.response_length for s in batch.sequences) for batch in batches]
     assert limits.ties[0] == 0
     for step, (got, want, ties) in enumerate(zip(*rows, limits.ties, strict=True)):
@@ -351,37 +281,6 @@ def test_the_limits_of_layouts_show_a_layer_without_gradient(batches, limits):
     for step in range(STEPS):
         norms = [np.linalg.norm(run.gradients[step]) for run in (right, wrong)]
         assert abs(norms[0] - norms[1]) > limits.of_metric("actor/grad_norm", step)
-
-
-@pytest.mark.slow
-def test_gspo_with_several_updates_uses_old_logprobs_and_clips(root):
-    succeeded(train(root, "gspo", "learner.optimizer.lr=1e-3", recipe="recipes/tiny/gspo.yaml"))
-    rows = metrics(root, "gspo")
-    assert rows[-1]["actor/lr"] == 1e-3
-    assert all(row["perf/time/old_logprobs"] > 0 for row in rows)
-    assert max(row["actor/pg_clipfrac"] for row in rows) > 0.0
-
-
-@pytest.mark.slow
-def test_filtered_groups_are_refilled(root):
-    succeeded(train(root, "dapo", "batch.filter_groups=true", "batch.max_generations=3", "rollout.num_samples=2"))
-    rows = metrics(root, "dapo")
-    assert all(row["groups/no_signal_frac"] == 0.0 for row in rows if "actor/pg_loss" in row)
-    assert max(row["groups/sampled"] for row in rows) > 4
-
-
-@pytest.mark.slow
-def test_a_run_with_a_curriculum_is_resumed_bit_for_bit(root):
-    curriculum = "{easy_threshold: 0.51, hard_threshold: 0.49, easy_fraction: 0.1, hard_fraction: 0.1, unbiased: true}"
-    settings = ["data.train.0.limit=7", f"data.curriculum={curriculum}"]
-    succeeded(train(root, "curriculum", *settings))
-    succeeded(train(root, "curriculum_resumed", *settings, "num_steps=2"))
-    resumed = succeeded(train(root, "curriculum_resumed", *settings))
-    assert "continues from step 2" in resumed.stdout
-    rows = metrics(root, "curriculum")
-    assert without_times(metrics(root, "curriculum_resumed")) == without_times(rows)
-    assert [row["curriculum/unmeasured"] for row in rows] == [3, 0, 0, 0]
-    assert rows[1]["curriculum/easy"] + rows[1]["curriculum/hard"] > 0, "an epoch has every prompt"
 
 
 def test_a_second_run_in_the_same_directory_is_refused(root):
@@ -440,27 +339,3 @@ def test_kept_sets_leave_no_more_than_rounding_between_the_engines(tmp_path):
     sampled = np.concatenate([s.tokens[s.prompt_length :] for s in batch.sequences])
     assert (kept == sampled[:, None]).any(axis=1).all()
     assert (kept >= 0).sum(axis=1).min() < (kept >= 0).sum(axis=1).max() <= 8
-
-
-@pytest.mark.slow
-def test_the_example_of_the_docs_trains_on_both_engines(tmp_path):
-    """The file of docs/add-an-objective.md beside a recipe: a term, a correction, an advantage and an aggregation."""
-    text = (REPOSITORY / "docs" / "add-an-objective.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```(?:yaml|python)\n(.*?)```", text, re.DOTALL)
-    (objective,) = (yaml.safe_load(block) for block in blocks if "name: mine.py" in block)
-    (code,) = (block for block in blocks if block.startswith("# mine.py"))
-    (tmp_path / "mine.py").write_text(code)
-    recipe = tmp_path / "own.yaml"
-    recipe.write_text(yaml.safe_dump({"extends": str(REPOSITORY / GRPO), **objective}))
-    succeeded(train(tmp_path, "own", "num_steps=2", "batch.minibatches=2", recipe=str(recipe)))
-    rows = metrics(tmp_path, "own")
-    assert len(rows) == 2
-    assert all(row["actor/grad_norm"] > 0 and row["perf/time/old_logprobs"] > 0 for row in rows)
-    resolved = yaml.safe_load((tmp_path / "own" / "recipe.resolved.yaml").read_text())["objective"]
-    assert resolved["policy_term"]["function"] == f"{tmp_path / 'mine.py'}:quadratic"
-    environment = json.loads((tmp_path / "own" / "environment.json").read_text())
-    (tmp_path / "mine.py").write_text(code + "\n")
-    refused = train(tmp_path, "own", "num_steps=3", "batch.minibatches=2", recipe=str(recipe))
-    assert refused.returncode == 2
-    assert f"objective.{tmp_path / 'mine.py'}:quadratic: " in refused.stdout + refused.stderr
-    assert json.loads((tmp_path / "own" / "environment.json").read_text()) == environment

@@ -169,10 +169,6 @@ def _small_files(size: int, **_: Any) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def _large_files(**_: Any) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-
 def _engine_error(**_: Any) -> None:
     raise RolloutError("vLLM failed on prompts a …: the engine is gone")
 
@@ -203,7 +199,6 @@ FAULTS = {
     "disk full": _disk_full,
     "safetensors fails": _safetensors_fails,
     "small files": _small_files,
-    "large files": _large_files,
     "engine error": _engine_error,
     "interrupted": _interrupted,
     "worker error": _worker_error,
