@@ -1,6 +1,6 @@
 """TransformerEngine's layers on several ranks, with all that a run has beside an update, against Megatron's own on one.
 
-test_transformer_engine.py has updates on every layout and all of this on one rank. Here: gradient norms and clipping,
+test_transformer_engine.py has updates on every layout. Here: gradient norms and clipping,
 the marks of expert weights, router replay, loss scaling, fp32 head and router, gradient noise, adapters, checkpoints
 between both kinds of layers, conversion. Ranks start once per number of ranks.
 """

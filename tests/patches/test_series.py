@@ -5,24 +5,18 @@ MEGATRON_LM names a checkout that is tested beside the releases' wheels: a wheel
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 import random
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.patching import releases, states
 from megatron_rl.patching.releases import Target, find_target
-from megatron_rl.patching.series import PURPOSES, Files, Patch, PatchError, Series, apply
-from tests.support import kill
+from megatron_rl.patching.series import PURPOSES, PatchError, Series
 from tests.support.patience import PATIENCE_S
 from tests.support.series import EVERY, PATCHES, QUICK, RELEASES, megatron_core, unpacked
 from tests.support.slow import slow_but
@@ -42,12 +36,6 @@ def content_of(root: Path) -> dict[Path, bytes]:
 @pytest.fixture(params=slow_but(QUICK, EVERY))
 def tree(request, tmp_path) -> tuple[Series, Target]:
     """A release's series and its unpacked wheel, or a copy of the checkout."""
-    return unpacked(request.param, tmp_path)
-
-
-@pytest.fixture(params=slow_but([megatron_core().name], EVERY))
-def one_tree(request, tmp_path) -> tuple[Series, Target]:
-    """As `tree`, for tests of which `make test` runs one release."""
     return unpacked(request.param, tmp_path)
 
 
@@ -87,34 +75,9 @@ def test_a_reverted_tree_is_as_it_was_byte_for_byte(tree):
         assert content_of(where.root) == before
 
 
-def test_a_killed_command_is_ended_by_the_next(one_tree, monkeypatch):
-    """Whenever it is killed: completed by `apply`, undone by `revert`, and nothing is left over."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)  # of use where the machine dies, not the process
-    series, where = one_tree
-    pristine = content_of(where.root)
-    apply_all = partial(states.apply_or_revert, series, where, False, list(series.purposes))
-    revert_all = partial(states.apply_or_revert, series, where, True)
-    counts = kill.moments(apply_all), kill.moments(revert_all)
-    assert content_of(where.root) == pristine
-    apply_all()
-    patched = content_of(where.root)
-    seen = set()
-    for number, part in enumerate((60, 90, 95, 75)):  # of what a command does, in percent
-        work, count, first = (apply_all, counts[0], revert_all) if number % 2 else (revert_all, counts[1], apply_all)
-        first()
-        if not kill.is_killed(work, 1 + part * count // 100):
-            continue
-        seen.add(states.report(series, where, series.purposes)["state"])
-        states.apply_or_revert(series, where, number % 4 < 2, list(series.purposes))
-        assert content_of(where.root) == (pristine if number % 4 < 2 else patched), part
-    revert_all()
-    assert content_of(where.root) == pristine
-    assert states.PARTIAL in seen
-
-
-def test_a_tree_of_which_some_files_are_upstreams_again_is_completed_or_reverted(one_tree):
+def test_a_tree_of_which_some_files_are_upstreams_again_is_completed_or_reverted(tree):
     """As `git checkout -- FILE` leaves it."""
-    series, where = one_tree
+    series, where = tree
     old = series.load(where.root)
     states.apply_or_revert(series, where, False, list(series.purposes))
     new = series.load(where.root)
@@ -131,41 +94,6 @@ def test_a_tree_of_which_some_files_are_upstreams_again_is_completed_or_reverted
         assert done.returncode == 0, done.stderr
         now = series.load(where.root)
         assert {path: now.get(path) for path in wanted} == wanted
-
-
-def first_hunks(series: Series, old: Files) -> Iterator[tuple[str, bytes]]:
-    """Path and text of a file with the first hunk of a patch that has more for it; one file for each patch."""
-    for patch in series.patches:
-        for part in re.split(rb"(?m)^(?=diff --git )", patch.diff):
-            head, *hunks = re.split(rb"(?m)^(?=@@ )", part)
-            path = next((path for path in patch.paths if head.startswith(f"diff --git a/{path} ".encode())), None)
-            if len(hunks) > 1 and old[path] is not None:
-                with contextlib.suppress(PatchError):  # where it needs the patch before it
-                    yield path, apply(b"\n" + head + hunks[0], old, [path], patch.name)[path]
-                    break
-
-
-@pytest.mark.slow
-def test_advice_for_a_file_that_is_half_patched_by_hand_does_not_loop(tree):
-    """Done as the message says, it ends in success."""
-    series, where = tree
-    old = series.load(where.root)
-    path, text = random.Random(series.name).choice(list(first_hunks(series, old)))
-    (where.root / path).write_bytes(text)
-    told = ""
-    try:
-        states.apply_or_revert(series, where, False, series.purposes)
-    except PatchError as error:
-        told = str(error)
-    if fitting := re.search(r"take those: --series (\S+)$", told):
-        assert states.apply_or_revert(series, where, False, fitting[1].split(",")).startswith("applied, ")
-    elif told:
-        assert f"patch failed: {path}:" in told
-        assert f"Bring the file back from {series.pins['Source']}, and try again." in told
-        (where.root / path).write_bytes(old[path])
-        assert states.apply_or_revert(series, where, False, series.purposes).startswith("applied, ")
-    else:
-        assert states.report(series, where, series.purposes)["state"] == states.APPLIED
 
 
 def test_a_tree_is_found_by_its_release(tree):
@@ -261,25 +189,6 @@ def test_every_patch_of_megatron_is_in_a_release():
 
 def test_each_release_has_every_series():
     assert {series.name: series.purposes for series in RELEASES.values()} == dict.fromkeys(RELEASES, PURPOSES)
-
-
-def test_headers_are_ready_for_a_pull_request():
-    """Title, problem and minimal test in words that upstream understands; a backport says which release has it."""
-    since = {}
-    for name in releases.names(PATCHES):
-        since |= dict(note.split(" since ") for note in Series.read(PATCHES / name).superseded)
-    for path in PATCHES.glob("megatron/*/*.patch"):
-        patch = Patch.read(path)
-        message = path.read_text().partition("\n---\n")[0].partition("\nSubject: ")[2]
-        assert not re.search(r"megatron_rl|\b[Ww]e\b|\b[Oo]ur\b", message), path
-        backport = patch.trailers["Origin"].startswith("backport")
-        assert (patch.trailers["Forwarded"] == "not-needed") == backport == (patch.path in since), path
-        if backport:
-            release = since[patch.path]
-            assert patch.trailers["Drop-When"] == f"the pinned megatron-core is {release} or later"
-            assert patch.trailers["Origin"].endswith(f"megatron-core {release}")
-        else:
-            assert re.match(r"tests/unit_tests/\S+\.py: \w", patch.trailers["Upstream-Test"]), path
 
 
 def test_the_text_of_a_header_is_no_part_of_a_patch(tmp_path):

@@ -35,6 +35,22 @@ DEFAULTS = {
 }
 ANCHORED = ("reinforce", "dppo", "vespo")
 CARRY_W = ("minirl", "dppo", "vespo")
+TERMS = [{"name": name} for name in DEFAULTS] + [
+    {"name": "ppo_clip", "clip_low": 0.1, "clip_high": 0.05, "dual_clip": 1.15},
+    {"name": "gspo", "clip_low": 0.05, "clip_high": 0.02},
+    {"name": "cispo", "clip_high": 0.2},
+    {"name": "cispo", "clip_low": 0.1, "clip_high": 0.2},
+    {"name": "minirl", "cap": 1.1, "clip_low": 0.05, "clip_high": 0.1},
+    {"name": "dppo", "divergence": "kl"},
+    {"name": "dppo", "divergence": "tv", "delta": 0.02, "cap": 1.1},
+    {"name": "dppo", "divergence": "kl", "delta": 0.001},
+    {"name": "dppo", "divergence": "tv", "delta": 0.02, "delta_low": 0.01},
+    {"name": "dppo", "divergence": "kl", "delta_low": 0.001},
+    {"name": "vespo", "c1_positive": 1.0, "c2_positive": 0.5, "c1_negative": 0.5, "c2_negative": 4.0},
+    {"name": "fipo", "influence_low": 0.0, "influence_high": 10.0, "half_life": 2.0, "dual_clip": 1.15},
+    {"name": "fipo", "influence_low": 0.8, "safe_ratio": 1.1},
+]
+"""Each policy term by its defaults, and with every key that changes what it computes."""
 CORRECTION_DEFAULTS = {
     "is": {"level": "token", "normalize": False},
     "tis": {"level": "token", "cap": 2.0, "lower": None, "normalize": False},

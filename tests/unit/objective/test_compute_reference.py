@@ -1,4 +1,4 @@
-"""Every policy term, correction, aggregation and instrument against plain per-token loops (objective_reference.py)."""
+"""Every policy term, correction, aggregation and instrument against plain per-token loops (reference.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.config import ObjectiveConfig
 from megatron_rl.objective import AGGREGATIONS, POLICY_TERMS, compute_objective
 from tests.support.rounding import assert_rounded, rounded
 from tests.unit.objective.batches import BATCH, EXTREMES, loss_and_gradient, packed, padded, random_batch
-from tests.unit.objective.reference import CARRY_W, DEFAULTS, reference_objective
+from tests.unit.objective.reference import CARRY_W, DEFAULTS, TERMS, reference_objective
 
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
 
@@ -52,21 +52,6 @@ CHAINS = [
     [{"mode": "none"}],
     [{"mode": "tis", "cap": 2.0}, {"mode": "reject", "statistic": "seq_mean_k3", "upper": 0.02}],
     [{"mode": "icepop", "lower": 0.7, "upper": 1.5}, {"mode": "veto", "threshold": 0.5}, {"mode": "opsm"}],
-]
-TERMS = [{"name": name} for name in DEFAULTS] + [
-    {"name": "ppo_clip", "clip_low": 0.1, "clip_high": 0.05, "dual_clip": 1.15},
-    {"name": "gspo", "clip_low": 0.05, "clip_high": 0.02},
-    {"name": "cispo", "clip_high": 0.2},
-    {"name": "cispo", "clip_low": 0.1, "clip_high": 0.2},
-    {"name": "minirl", "cap": 1.1, "clip_low": 0.05, "clip_high": 0.1},
-    {"name": "dppo", "divergence": "kl"},
-    {"name": "dppo", "divergence": "tv", "delta": 0.02, "cap": 1.1},
-    {"name": "dppo", "divergence": "kl", "delta": 0.001},
-    {"name": "dppo", "divergence": "tv", "delta": 0.02, "delta_low": 0.01},
-    {"name": "dppo", "divergence": "kl", "delta_low": 0.001},
-    {"name": "vespo", "c1_positive": 1.0, "c2_positive": 0.5, "c1_negative": 0.5, "c2_negative": 4.0},
-    {"name": "fipo", "influence_low": 0.0, "influence_high": 10.0, "half_life": 2.0, "dual_clip": 1.15},
-    {"name": "fipo", "influence_low": 0.8, "safe_ratio": 1.1},
 ]
 
 

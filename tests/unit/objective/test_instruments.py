@@ -86,59 +86,6 @@ def test_noise_follows_the_token_and_not_its_place_in_the_batch():
     assert noise_factor(padded, batch, key=(3, 2)).tolist() != rounded(want)
 
 
-def one_parameter_gradients(config: dict, num_draws: int) -> torch.Tensor:
-    """[num_draws] d loss / d theta of a one-parameter policy, one draw of the noise each."""
-    generator = torch.Generator().manual_seed(1)
-    log_po = -3 * torch.rand(16, 12, dtype=torch.float64, generator=generator) - 0.05
-    direction = torch.randn(16, 12, dtype=torch.float64, generator=generator)
-    advantages = torch.randn(16, dtype=torch.float64, generator=generator)
-    theta = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    inputs = ObjectiveInputs(
-        log_po + theta * direction, log_po, log_po, advantages, torch.ones(16, 12, dtype=torch.bool)
-    )
-    parsed = ObjectiveConfig.model_validate(config)
-    return torch.stack(
-        [
-            torch.autograd.grad(compute_objective(inputs, parsed, noise_key=(7, step)).loss, theta, retain_graph=True)[
-                0
-            ]
-            for step in range(num_draws)
-        ]
-    )
-
-
-def test_variance_injection_leaves_the_expected_gradient_and_distortion_does_not():
-    """Eq 21-22 by statistics: the mean over draws is within 5 standard errors of the clean gradient; δ = 3 moves it by
-    more than 10 of them."""
-    (clean,) = one_parameter_gradients({}, 1)
-    noisy = one_parameter_gradients({"variance": {"sigma": 0.2}}, 400)
-    error = noisy.std() / math.sqrt(len(noisy))
-    assert error > 0
-    assert abs(noisy.mean() - clean) < STANDARD_ERRORS * error
-    (distorted,) = one_parameter_gradients({"distortion": {"delta": 3.0, "low_prob": 0.1}}, 1)
-    assert abs(distorted - clean) > 2 * STANDARD_ERRORS * error
-    both = one_parameter_gradients({"distortion": {"delta": 3.0}, "variance": {"sigma": 0.2}}, 400)
-    assert abs(both.mean() - distorted) < STANDARD_ERRORS * both.std() / math.sqrt(len(both))
-
-
-@pytest.mark.parametrize(("p", "factor"), [(0.0999, 3.0), (0.1001, 1.0)])
-def test_distortion_edge(p, factor):
-    current = torch.tensor([[math.log(p)]], dtype=torch.float64)
-    inputs = ObjectiveInputs(
-        current, current, None, torch.tensor([-2.0], dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
-    )
-    config = ObjectiveConfig.model_validate({"distortion": {"delta": 3.0}})
-    assert compute_objective(inputs, config).loss.item() == rounded(2.0 * factor)
-
-
-def test_distortion_looks_at_po_and_multiplies_after_clipping():
-    """po = 0.05 is low though pi = 0.2 is not; Y is clipped at 1.28 first."""
-    current, old = torch.tensor([[math.log(0.2)]]).double(), torch.tensor([[math.log(0.05)]]).double()
-    inputs = ObjectiveInputs(current, old, None, torch.ones(1).double(), torch.ones(1, 1, dtype=torch.bool))
-    config = ObjectiveConfig.model_validate({"distortion": {"delta": 2.0}})
-    assert compute_objective(inputs, config).loss.item() == rounded(-2 * 1.28)
-
-
 @pytest.mark.parametrize(
     ("distortion", "want"),
     [(None, 1.0), ({"delta": 2.0}, 1.0), ({"delta": 0.0}, -1.0), ({"delta": 3.0, "low_prob": 0.3}, 3.0)],

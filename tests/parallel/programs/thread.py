@@ -1,8 +1,0 @@
-"""A module that must not be imported before a fork (test_zygote.py)."""
-
-from __future__ import annotations
-
-import threading
-import time
-
-threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
