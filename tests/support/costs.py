@@ -1,22 +1,18 @@
-"""What each file of tests costs: tests, seconds, seconds of all processors, engines and other processes started.
+"""What each file of tests costs: tests, seconds, seconds of all processors.
 
     python -m pytest --costs=.cache/test-costs.json …      measure (`make test` and `make test-all` do)
     python -m tests.support.costs                          print the table, dearest file first (`make test-costs`)
     python -m tests.support.costs --ship                   keep the long files' seconds for clones that measured nothing
 
 Processor time is that of the worker and of every process below it, so it does not depend on who else uses the machine.
-Engines are those of vLLM that start in the worker or in a process that its helper (support.zygote) forked; a command in
-an interpreter of its own is not seen. The order of the next run follows these measurements (tests/conftest.py).
+The order of the next run follows these measurements (tests/conftest.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
-import sys
-import tempfile
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
@@ -28,9 +24,6 @@ import pytest
 COSTS = Path(".cache/test-costs.json")
 SHIPPED = Path(__file__).with_name("long_files.json")  # file of tests → processor seconds, where they are many
 LONG_S = 5.0
-STARTS = "TEST_STARTS"  # environment: the file to which every start of a process or an engine adds a letter
-ENGINE, PROCESS = "e", "p"
-ENGINE_MODULE = "vllm.v1.engine.core"
 
 
 @dataclass
@@ -38,8 +31,6 @@ class Cost:
     tests: int = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    engines: int = 0
-    processes: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
@@ -68,44 +59,6 @@ def ship(costs: dict[str, Cost]) -> None:
     SHIPPED.write_text(json.dumps(long, indent=1) + "\n")
 
 
-def note_start(kind: str) -> None:
-    """Count one start in the file that the environment names, if it names one."""
-    if path := os.environ.get(STARTS):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.write(descriptor, kind.encode())
-        os.close(descriptor)
-
-
-class _EngineCounter:
-    """An import hook: engines of vLLM count themselves from the moment that their module is imported."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != ENGINE_MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            run(module)
-            start = module.EngineCore.__init__
-
-            def counted(engine: Any, *args: Any, **keywords: Any) -> None:
-                note_start(ENGINE)
-                start(engine, *args, **keywords)
-
-            module.EngineCore.__init__ = counted
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-def count_engines() -> None:
-    """Count the engines of this process and of those that it forks, where the environment asks for it."""
-    if os.environ.get(STARTS) and not any(isinstance(finder, _EngineCounter) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _EngineCounter())
-
-
 def processor_seconds(root: int) -> float:
     """User and system time of process ``root`` and all below it, those that have ended included."""
     own, below = {}, defaultdict(list)
@@ -129,17 +82,11 @@ class Meter:
     """The plugin of a worker, or of a run in one process: one `Cost` a file, sent to whoever writes them."""
 
     def __init__(self) -> None:
-        descriptor, self._starts = tempfile.mkstemp(prefix="test-starts-")
-        os.close(descriptor)
-        os.environ[STARTS] = self._starts
-        count_engines()
         self.costs: dict[str, Cost] = {}
         self._before, self._tests = self._now(), 0
 
     def _now(self) -> Cost:
-        starts = Path(self._starts).read_text()
-        cpu = processor_seconds(os.getpid())
-        return Cost(0, time.monotonic(), cpu, starts.count(ENGINE), starts.count(PROCESS))
+        return Cost(0, time.monotonic(), processor_seconds(os.getpid()))
 
     def pytest_collection_finish(self) -> None:
         self._before = self._now()  # imports are nobody's
@@ -158,8 +105,6 @@ class Meter:
         return result
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        os.environ.pop(STARTS, None)
-        Path(self._starts).unlink(missing_ok=True)
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["costs"] = {file: asdict(cost) for file, cost in self.costs.items()}
 
@@ -200,10 +145,7 @@ def main() -> None:
         return
     rows = sorted(costs.items(), key=lambda row: getattr(row[1], arguments.by), reverse=True)
     for name, cost in [*rows, ("all", sum(costs.values(), Cost()))]:
-        print(
-            f"{cost.cpu_seconds:8.1f} CPU s {cost.seconds:8.1f} s {cost.tests:5} tests "
-            f"{cost.engines:4} engines {cost.processes:4} processes  {name}"
-        )
+        print(f"{cost.cpu_seconds:8.1f} CPU s {cost.seconds:8.1f} s {cost.tests:5} tests  {name}")
 
 
 if __name__ == "__main__":

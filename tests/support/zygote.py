@@ -36,7 +36,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.support.costs import PROCESS, count_engines, note_start
 from tests.support.heap import keep_hidden
 from tests.support.patience import PATIENCE_S
 from tests.support.tiny import REPOSITORY
@@ -190,7 +189,6 @@ class Zygote:
             self.ended[pid] = status
             return None
         self.ended.pop(pid, None)  # the system gave a number a second time
-        note_start(PROCESS)
         return pid
 
 
@@ -250,7 +248,6 @@ def main(pipe: Connection, warm: Sequence[str]) -> None:
     faulthandler.enable()
     started_with = dict(os.environ)
     gc.disable()  # what imports make stays
-    count_engines()
     # pytest's, in processes that it does not know.
     plugins = [name for name in os.environ.get("PYTEST_PLUGINS", "").split(",") if name.startswith("tests.support.")]
     for module in (*plugins, *warm):

@@ -105,15 +105,6 @@ def test_resumed_at_every_single_step(mode):
         assert json.dumps(resumed.state_dict()) == after
 
 
-@pytest.mark.parametrize("cut", [1, 109, 113, 114, 115, 198, 500])
-def test_resumed_to_the_end(cut):
-    expected = run(build(config(mode="auto")))
-    first, second = build(config(mode="auto")), build(config(mode="auto"))
-    head = run(first, 0, cut)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert head + run(second, cut) == expected
-
-
 def test_surge_latches_one_period_and_shadow_only_reports_it():
     auto, shadow = build(config(mode="auto")), build(config(mode="shadow"))
     rates = run(auto)
