@@ -41,54 +41,40 @@ def refused(tmp_path, monkeypatch, capsys):
     return refused
 
 
-def _jsonl(path: Path, *rows: dict) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_missing_recipe(refused):
-    assert "no such file" in refused(recipe=GRPO.with_name("missing.yaml"))
-
-
-def test_unknown_key_names_the_nearest(refused):
-    assert "did you mean 'num_samples'?" in refused("rollout.num_sample=4")
+ROWS = {
+    "other column": '{"id": "a", "problem": "^12=", "reply": "3"}\n',
+    "one": '{"problem": "^12=", "answer": "3"}\n',
+    "empty": "",
+}
 
 
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("learner.parallel.tensor=3", "3 does not divide the number of attention heads (4)"),
-        ("learner.parallel.expert=3", "3 does not divide the number of experts (8)"),
-        ("learner.parallel.expert=2", "does not divide the number of ranks (1)"),
+        ("rollout.num_sample=4", ["did you mean 'num_samples'?"]),
+        ("learner.parallel.tensor=3", ["3 does not divide the number of attention heads (4)"]),
+        ("learner.parallel.expert=3", ["3 does not divide the number of experts (8)"]),
+        ("learner.parallel.expert=2", ["does not divide the number of ranks (1)"]),
+        ("data.train={other column}", ["answer", "reply", "{other column}"]),
+        ("data.train={empty}", ["{empty}", "empty"]),
+        ("data.train={one}", ["batch.prompts: 16 prompts a step, but data.train has 1"]),
+        ("data.prompt.max_length=3", ["max_length", "train-0000"]),
+        (
+            "model.path=models/Qwen3-30B-A3B-Base",
+            ["hf download Qwen/Qwen3-30B-A3B-Base --local-dir models/Qwen3-30B-A3B-Base", "--offline"],
+        ),
     ],
 )
-def test_layout_that_does_not_fit(refused, override, expected):
-    assert expected in refused(override)
+def test_a_value_that_cannot_work(refused, tmp_path, override, expected):
+    files = {name: tmp_path / f"{name}.jsonl" for name in ROWS}
+    for name, file in files.items():
+        file.write_text(ROWS[name])
+    message = refused(override.format(**files))
+    assert all(part.format(**files) in message for part in expected), message
 
 
-def test_dataset_without_the_needed_column(refused, tmp_path):
-    data = _jsonl(tmp_path / "d.jsonl", {"id": "a", "problem": "^12=", "reply": "3"})
-    message = refused(f"data.train={data}", "batch.prompts=1")
-    assert "answer" in message
-    assert "reply" in message
-    assert str(data) in message
-
-
-def test_empty_dataset(refused, tmp_path):
-    message = refused(f"data.train={_jsonl(tmp_path / 'd.jsonl')}")
-    assert "d.jsonl" in message
-    assert "empty" in message
-
-
-def test_dataset_smaller_than_a_step(refused, tmp_path):
-    data = _jsonl(tmp_path / "d.jsonl", {"problem": "^12=", "answer": "3"})
-    assert "batch.prompts: 16 prompts a step, but data.train has 1" in refused(f"data.train={data}")
-
-
-def test_prompt_longer_than_the_limit(refused):
-    message = refused("data.prompt.max_length=3")
-    assert "max_length" in message
-    assert "train-0000" in message
+def test_missing_recipe(refused):
+    assert "no such file" in refused(recipe=GRPO.with_name("missing.yaml"))
 
 
 BROKEN = """
@@ -113,12 +99,6 @@ def test_reward_function_that_cannot_work(refused, tmp_path, function, expected)
     file = tmp_path / "mine.py"
     file.write_text(BROKEN)
     assert expected in refused(f"reward.name={file}:{function}")
-
-
-def test_model_that_is_not_there(refused):
-    message = refused("model.path=models/Qwen3-30B-A3B-Base")
-    assert "hf download Qwen/Qwen3-30B-A3B-Base --local-dir models/Qwen3-30B-A3B-Base" in message
-    assert "--offline" in message
 
 
 def test_checkpoint_of_another_architecture(refused, tmp_path):

@@ -9,12 +9,12 @@ python=${1:-python}
 engine=tests/e2e/test_vllm_engine.py::TestSampling
 files=(
     tests/isa
-    tests/unit/support/test_plain_training.py
     tests/unit/support/test_rounding.py
     tests/unit/objective/test_aggregation.py
     tests/unit/objective/test_metrics.py
     tests/unit/learner/test_logprobs_fused_head.py
     tests/unit/exact/test_invariant.py
+    tests/unit/exact/test_invariant_batches.py
     tests/unit/learner/test_logprobs.py
     tests/unit/learner/test_packing.py
     tests/unit/layers

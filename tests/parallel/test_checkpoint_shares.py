@@ -9,11 +9,9 @@ from megatron_rl.instruments.plan import GPUS
 from megatron_rl.instruments.plan.learner import checkpoint_cost
 from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.architecture import read_architecture
-from tests.parallel.gloo import run_ranks
 from tests.parallel.pool import Jobs
 from tests.support.slow import slow_but
 from tests.support.tiny import tiny_recipe
-from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 LAYOUTS = {
     "dp4": {},
@@ -78,35 +76,6 @@ def test_a_checkpoint_with_a_hole_is_not_published(ranks):
     for rank in ranks["dp4"]:
         assert "Failed to validate global plan" in rank["hole"]
         assert rank["left"] == ["step_00000000"]
-
-
-@pytest.fixture(scope="module")
-def memory(tmp_path_factory) -> dict[int, list[dict]]:
-    """Number of ranks → what each found, with as many experts on each."""
-    folder, peaks = tmp_path_factory.mktemp("memory"), {}
-    for ranks in (4, 16):
-        model = folder / f"model-{ranks}"
-        config = build_tiny_config("qwen3_moe", "nano", num_experts=4 * ranks, moe_intermediate_size=512)
-        save_checkpoint(build_model(config), model)
-        peaks[ranks] = run_ranks(
-            "tests.parallel.programs.shares",
-            "memory_of_a_save",
-            ranks,
-            path=str(model),
-            folder=str(folder / f"checkpoints-{ranks}"),
-        )
-    return peaks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("save", ["at once", "beside training"])
-def test_four_times_the_ranks_need_no_more_memory_each(memory, save):
-    """Must hold: at most 5% more, where a rank's part is the same. Gathering the state would add twelve parts."""
-    parts = {ranks: max(rank["part"] for rank in of_ranks) for ranks, of_ranks in memory.items()}
-    assert 0.95 < parts[16] / parts[4] <= 1.0
-    few, many = (max(rank[save] for rank in memory[ranks]) for ranks in (4, 16))
-    assert many <= 1.05 * few
-    assert 12 * parts[4] > 0.05 * few, "the bound would not notice"
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (1, 3, 2, 2), (4, 1, 3)])

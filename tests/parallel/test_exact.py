@@ -47,7 +47,6 @@ SHORT = 10  # of most responses on four ranks, for the same reason
 
 DTYPES = ("fp32", "bf16", "fp16")
 STEPS = [1, 2, 7, 16, 33, 64]  # responses of each update
-ROWS = [2, 15, 16, 17, 33]  # sequences that run at a time
 HOLDERS = ({"expert": 2}, {"tensor": 2, "expert": 2}, {"pipeline": 2})  # one has two replicas
 
 
@@ -58,7 +57,6 @@ def jobs_for(world_size: int, model: str = str(MODEL)) -> dict:
     for parallel, dtype in LAYOUTS[world_size]:
         name = f"{parallel} {dtype}"
         jobs[f"bits {name}"] = ("bits_over_batches", {"dtype": dtype, "parallel": parallel, "sizes": sizes} | sections)
-        jobs[f"gate {name}"] = ("update_with_gate", {"dtype": dtype, "parallel": parallel, "minibatches": 2} | sections)
     if world_size < 4:
         adapted = {"dtype": "bf16", "parallel": LAYOUTS[world_size][0][0], "learner": ADAPTERS} | sections
         jobs["gate adapters"] = ("update_with_gate", {"minibatches": 1} | adapted)
@@ -78,7 +76,6 @@ def jobs_for(world_size: int, model: str = str(MODEL)) -> dict:
         jobs |= {f"sizes {dtype}": ("gate_over_sizes", {"dtype": dtype, "sizes": STEPS}) for dtype in DTYPES}
         jobs["broken step"] = ("broken_step", {"layer": 2})
         jobs["schedules"] = ("schedules", {"dtype": "bf16"})
-        jobs |= {f"alone {dtype}": ("alone_and_together", {"dtype": dtype, "sizes": ROWS}) for dtype in DTYPES}
         jobs["time"] = ("time_of_the_gate", {})
         jobs["changed"] = ("changed_weights", {})
         jobs["doses"] = ("doses", {"kinds": DOSES})
@@ -217,14 +214,6 @@ def test_counts_say_how_full_generation_was(results):
     assert small["perf/rollout_pages"] <= small["perf/rollout_pages_max"] <= small["perf/rollout_pages_there"] == 7
     assert plain["perf/rollout_pages_max"] > 7
     assert "perf/rollout_pages" not in counts["without cache"]
-
-
-@pytest.mark.parametrize("results", [1], indirect=True)
-@pytest.mark.parametrize("dtype", slow_but(["bf16"], DTYPES))
-def test_every_row_of_a_batch_is_the_row_alone(results, dtype):
-    _, of_rank = results
-    assert of_rank[f"alone {dtype}"]["differing"] == dict.fromkeys(ROWS, 0)
-    assert len(set(of_rank[f"alone {dtype}"]["lengths"])) > 2, "rows end one after the other"
 
 
 @pytest.mark.parametrize("results", [1], indirect=True)

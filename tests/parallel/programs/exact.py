@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import ne
 from typing import Any
 from unittest.mock import patch
 
@@ -186,25 +185,6 @@ def gate_over_sizes(dtype: str, sizes: list[int]) -> list[float]:
         results.append(learner.update(batch_of(learner, rewarded(groups)))["exact/max_abs_prob_diff"])
         generator.refit(iter(()), learner.num_updates)
     return results
-
-
-def alone_and_together(dtype: str, sizes: list[int]) -> dict[str, Any]:
-    """Responses that differ in tokens or log-probs between a batch of ``sizes`` sequences at a time and the same
-    sequences one at a time, with the prompt of each in a pass of its own."""
-    learner, _ = start(dtype)
-    results = {}
-    for size in (1, *sizes):
-        generator = generator_of(learner)
-        generator.policy.max_sequences = size
-        if size == 1:
-            generator.policy.max_tokens = 1
-        groups = generator.rollout(prompts(max(sizes)), 1, policy_version=0, step=0, sampling=Sampling(12))
-        results[size] = [(r.tokens.tolist(), r.exact_logprobs.tolist()) for group in groups for r in group.rollouts]
-    alone = results.pop(1)
-    return {
-        "differing": {size: sum(map(ne, alone, some)) for size, some in results.items()},
-        "lengths": [len(tokens) for tokens, _ in alone],
-    }
 
 
 def who_holds_what(parallel: dict[str, int]) -> dict[str, Any]:

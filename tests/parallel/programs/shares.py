@@ -169,22 +169,3 @@ def _received() -> Iterator[dict[str, int]]:
     finally:
         for name, function in own.items():
             setattr(dist, name, function)
-
-
-def memory_of_a_save(path: str, folder: str) -> dict[str, int]:
-    """Bytes of this rank's part, and the peak of its resident memory in a save at once and in one beside training."""
-    parallel = {"expert": dist.get_world_size()}
-    learner = Learner(tiny_recipe(model={"path": path}, learner={"dtype": "bf16", "parallel": parallel}))
-    learner.save(Path(folder), {})  # what a first save leaves in place counts in neither
-    results = {}
-    for name, in_background in (("at once", False), ("beside training", True)):
-        dist.barrier()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        saved = learner.begin_save(Path(folder), {}, in_background=in_background).finish()
-        results[name] = _memory("VmHWM")
-    return results | {"part": sum(file.stat().st_size for file in saved.glob(f"__{world_rank()}_*"))}
-
-
-def _memory(field: str) -> int:
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":")]
-    return 1024 * int(line.split()[1])
