@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from megatron_rl.config.sections import OversampleConfig
 from megatron_rl.data import PromptSampler, PromptSet
-from megatron_rl.rollout.generator import RolloutError, RolloutInterrupted, Sampling
+from megatron_rl.rollout.generator import RolloutError, RolloutInterrupted
 from megatron_rl.rollout.servers import weight_broadcast, weight_updates
 from megatron_rl.rollout.servers.client import ServerClient
 from megatron_rl.rollout.servers.generator import ServerGenerator
@@ -29,9 +29,7 @@ from megatron_rl.rollout.servers.pool import Member
 from megatron_rl.rollout.servers.weight_broadcast import GroupError
 from megatron_rl.run.lookahead import Oversampling, staleness_metrics
 from megatron_rl.types import Group
-from tests.e2e.hf_reference import assert_same
 from tests.e2e.in_flight import (
-    LONGEST_PROMPT,
     TOKEN,
     assert_sampled_as_said,
     flat,
@@ -44,12 +42,11 @@ from tests.e2e.in_flight import (
     wait,
     weights,
 )
-from tests.parallel.gloo import run_ranks
 from tests.support.forked_servers import ForkedServers
 from tests.support.patience import PATIENCE_S
 from tests.support.slow import slow_but
 from tests.support.tiny import MODEL
-from tests.support.zygote import surroundings, zygote
+from tests.support.zygote import zygote
 
 LENGTH = 72
 MODES = ("finish", "abort_and_resume", "keep")
@@ -357,35 +354,6 @@ class TestFaults:
         assert victim.lost
         assert other in generator._servers.pool.ready
         asked.assert_once_and_as_said(models)
-
-    def test_two_nodes_that_fetch_get_what_one_gets_and_lose_nothing_when_a_server_dies(
-        self, generator, models, both, servers
-    ):
-        """Two ranks that are the first of a node each; the same seeds, so the same responses up to rounding."""
-        calm, hard, sampling = (prompts(6, 14), 14), (prompts(6, 15), 15), Sampling(24)
-        if generator.version % 2:  # the ranks begin with the weights that servers started from
-            update(generator, models)
-        alone = generator.rollout(calm[0], 2, policy_version=generator.version, step=calm[1], sampling=sampling)
-        ranks = run_ranks(
-            "tests.e2e.programs.fetchers",
-            "fetch",
-            2,
-            helper=zygote(),
-            env=surroundings() | {"MRL_SERVER_TOKEN": TOKEN},
-            run_dir=str(servers[0]),
-            config=generator._config.model_dump(),
-            models=models,
-            max_prompt_length=LONGEST_PROMPT,
-            calm=calm,
-            hard=hard,
-            sampling=sampling,
-        )
-        for rank in ranks:
-            assert rank["fetchers"] == [0, 1]
-            assert rank["owners"] == [0, 0, 1, 1] * 3, "all samples of a prompt by one rank"
-            assert_same(alone, rank["calm"], sampling)
-            assert_as_said(generator, models, rank["hard"], begun_with=0, newest=1)
-        update(generator, models)  # the ranks have changed them
 
     def test_with_no_server_left_a_stop_ends_the_wait_and_the_time_limit_is_one_clear_error(
         self, generator, both, monkeypatch

@@ -65,6 +65,11 @@ class Runs:
         paths = (path for path in (self.root / name).rglob("*") if path.is_file() and path.name != "LOCK")
         return {str(path.relative_to(self.root / name)): path.read_bytes() for path in paths}
 
+    def tensors(self, name: str, step: int = 7) -> dict[str, bytes]:
+        """Files with the tensors of the checkpoint of ``step``: weights, Adam's moments, fp32 masters."""
+        files = self.files(name)
+        return {path: data for path, data in files.items() if f"step_{step:08d}/" in path and path.endswith(".distcp")}
+
     def log(self, name: str) -> str:
         return (self.root / name / "log.txt").read_text()
 

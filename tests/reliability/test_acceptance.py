@@ -6,12 +6,6 @@ STEPS = 7
 KINDS = ("actor/", "critic/", "response_length/", "rollout_corr/", "training/", "lr_sched/", "precision/", "val/")
 
 
-def weights(runs, name: str) -> dict[str, bytes]:
-    """Tensors of the last checkpoint: weights, Adam's moments, fp32 masters."""
-    files = runs.files(name)
-    return {path: data for path, data in files.items() if f"step_{STEPS:08d}/" in path and path.endswith(".distcp")}
-
-
 def acceptance(tolerance: float) -> str:
     return f"acceptance={{tolerance: {tolerance}, prompts: 3, num_samples: 4}}"
 
@@ -25,7 +19,7 @@ def test_scoring_leaves_no_trace(runs, whole):
     rows = runs.rows("scored")
     assert all(row["acceptance/kept"] == 1.0 for row in rows[:STEPS])
     assert without_scores(rows) == whole
-    assert weights(runs, "scored") == weights(runs, "whole") != {}
+    assert runs.tensors("scored") == runs.tensors("whole") != {}
 
 
 def test_an_undone_update_has_not_been_made(runs):
@@ -40,5 +34,5 @@ def test_an_undone_update_has_not_been_made(runs):
         names = [name for name in row if name.startswith(KINDS) and (row["step"] not in undone or name in other)]
         assert len(names) > 10
         assert {name: row[name] for name in names} == {name: other[name] for name in names}, row["step"]
-    assert weights(runs, "judged") == weights(runs, "skipped") != {}
+    assert runs.tensors("judged") == runs.tensors("skipped") != {}
     assert runs.log("judged").count("update undone, gap") == len(undone)

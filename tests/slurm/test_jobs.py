@@ -1,8 +1,8 @@
 """The batch scripts on a real Slurm of two nodes, with real runs of the tiny recipe where a run is what matters.
 
-Start-up is the cost, so one job is interrupted in every way there is instead of one job per way. That one and the
-cancelled run are slow: jobs whose Python is a stand-in that does not train stand for them. Real runs generate with the
-learner, which starts in half the time of vLLM; the smoke run and the evaluation have vLLM and all of `check`.
+Start-up is the cost, so one job is interrupted in every way there is instead of one job per way. That one is slow: a
+job whose Python is a stand-in that does not train stands for it. Real runs generate with the learner, which starts in
+half the time of vLLM; the smoke run and the evaluation have vLLM and all of `check`.
 """
 
 from __future__ import annotations
@@ -209,17 +209,6 @@ def test_an_alarm_ends_the_job_for_good_but_a_step_that_takes_too_long_does_not(
     assert (site.programs / "asked").exists()
     assert steps(site.runs / "alarmed") == [0]
     assert (site.runs / "alarmed" / "checkpoints" / "step_00000001").is_dir()
-
-
-@pytest.mark.slow
-def test_a_cancelled_job_stays_cancelled(site):
-    job = site.submit("train.sbatch", RECIPE, *site.settings("cancelled", "num_steps=100000", QUICK_START))
-    wait_for_attempt(job, 0)
-    site.cluster.run("scancel", job.number)
-    assert job.wait() == "CANCELLED", job.log
-    wait_for(lambda: rank_process(site.runs / "cancelled", 0) is None, "the ranks to end")
-    assert job.field("Restarts") == "0"
-    assert not (site.runs / "cancelled" / "DONE").exists()
 
 
 @pytest.mark.slow

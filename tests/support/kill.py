@@ -14,17 +14,6 @@ def is_killed(work: Callable[[], object], moment: int) -> bool:
     Returns whether it was: False says that it had ended before. Python reports each call that opens, makes, links,
     renames or removes a file.
     """
-    return _do(work, moment)[0]
-
-
-def moments(work: Callable[[], object]) -> int:
-    """Do ``work``; how many things that does to files."""
-    return _do(work, None)[1]
-
-
-def _do(work: Callable[[], object], moment: int | None) -> tuple[bool, int]:
-    """Whether the process was killed, and what it counted if it was not."""
-    outlet, inlet = os.pipe()
     if (child := os.fork()) == 0:
         seen = 0
 
@@ -39,13 +28,9 @@ def _do(work: Callable[[], object], moment: int | None) -> tuple[bool, int]:
         try:
             sys.addaudithook(count)
             work()
-            os.write(inlet, str(seen).encode())
             status = 0
         finally:
             os._exit(status)
-    os.close(inlet)
-    with open(outlet, "rb") as stream:
-        told = stream.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status in (0, -signal.SIGKILL), f"the work ended with {status}"
-    return status == -signal.SIGKILL, int(told or 0)
+    return status == -signal.SIGKILL
