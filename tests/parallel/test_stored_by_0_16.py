@@ -1,16 +1,20 @@
 """A checkpoint and a recorded batch that runs under megatron-core 0.16.1 wrote are read bit for bit.
 
 data/stored-by-0.16.1.tar.xz was written at 73ba9e5: a tiny GLM-4 MoE in bf16 with router biases after two updates, and
-one batch of recipes/tiny/r3.yaml. Beside them are the CRC-32 sums that their writer took (sums.json, batch.json).
+one batch of recipes/tiny/r3.yaml. Beside them are the CRC-32 sums that their writer took (sums.json, batch.json). The
+weights that the learner starts from are made here: the checkpoint has others.
 """
 
 import json
+import shutil
 import tarfile
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from tests.parallel.gloo import run_ranks
+from tools.dev.make_tiny_checkpoint import build_model, save_checkpoint
 
 STORED = Path(__file__).parent / "data" / "stored-by-0.16.1.tar.xz"
 PROGRAM = "tests.parallel.programs.stored"
@@ -21,6 +25,8 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("stored")
     with tarfile.open(STORED) as archive:
         archive.extractall(path, filter="data")
+    save_checkpoint(build_model(AutoConfig.from_pretrained(path / "model")), path / "start")
+    shutil.copy(path / "start" / "model.safetensors", path / "model")
     return path
 
 
