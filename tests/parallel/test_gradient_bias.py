@@ -1,4 +1,4 @@
-"""The gradient of a mismatched batch against a corrected one: plain PyTorch, closed forms, and another layout."""
+"""The gradient of a mismatched batch against a corrected one: plain PyTorch, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -35,23 +35,6 @@ def test_figures_are_those_of_plain_pytorch_on_every_layout(one, two, case):
     assert_within_limits(case, one[case])
     assert_within_limits(case, two[0][case])
     assert two[0] == two[1]
-
-
-def test_without_mismatch_nothing_is_biased(one):
-    _, limits = expected("same")
-    assert abs(one["same"]["norm ratio"] - 1) <= limits["norm ratio"]
-    assert abs(one["same"]["cosine"] - 1) <= limits["cosine"]
-    assert one["same"]["bias norm"] <= limits["bias norm"]
-
-
-def test_a_mu_that_is_half_of_po_halves_the_gradient(one):
-    """rho = 2 at every token: token-level importance sampling doubles the gradient and turns nothing."""
-    measured, (_, limits) = one["half"], expected("half")
-    assert abs(measured["norm ratio"] - 0.5) <= limits["norm ratio"]
-    assert abs(measured["cosine"] - 1) <= limits["cosine"]
-    assert abs(measured["bias norm"] - measured["gradient norm"]) <= limits["bias norm"] + limits["gradient norm"]
-    apart = limits["reference variance"] + 4 * limits["variance"]
-    assert abs(measured["reference variance"] - 4 * measured["variance"]) <= apart
 
 
 def test_noise_turns_the_gradient(one):

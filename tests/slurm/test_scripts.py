@@ -107,7 +107,6 @@ PYTHON = 'case " $* " in *" $HANGS "*) exec sleep 1000 ;; esac\nprintf "asked: %
 
 @pytest.mark.parametrize("hangs", ["--ranks", "--job"], ids=["on a node", "between ranks"])
 def test_a_doctor_that_hangs_is_ended_and_the_page_is_made(hangs, tmp_path):
-    """`doctor.sbatch` alone; test_doctor.py hangs the doctor itself on a cluster."""
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": PYTHON}.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}")
         (tmp_path / name).chmod(0o755)
