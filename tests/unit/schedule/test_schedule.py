@@ -14,21 +14,6 @@ from megatron_rl.schedule import LengthDecay, length_decay_lr
 from tests.support.rounding import rounded
 
 
-def test_the_papers_main_run():
-    expected = {
-        0: 1e-6,
-        203: 1e-6,
-        204: 5e-7,
-        407: 5e-7,
-        408: 2.5e-7,
-        612: 1.25e-7,
-        815: 1.25e-7,
-        816: 1e-7,
-        9999: 1e-7,
-    }
-    assert {step: length_decay_lr(step, lr=1e-6, min_lr=1e-7, decay_period=204) for step in expected} == expected
-
-
 @given(st.integers(0, 10**7), st.floats(1e-12, 1.0), st.floats(0.0, 1.0), st.one_of(st.none(), st.integers(1, 10**5)))
 @settings(max_examples=200)
 def test_formula_is_exact(step, lr, fraction, period):
