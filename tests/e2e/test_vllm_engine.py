@@ -193,34 +193,11 @@ class TestSampling:
                 assert len(rollout.inference_logprobs) == len(rollout.policy_versions) == len(rollout.tokens)
         assert endings == {"stop", "length"}
 
-    def test_the_same_step_gives_the_same_responses_and_another_step_others(self, generator):
-        first, again = (generator.rollout(prompts(8), 4, policy_version=0, step=2) for _ in range(2))
-        assert_same(first, again)
-        other = generator.rollout(prompts(8), 4, policy_version=0, step=3)
-        assert flat(first, "tokens") != flat(other, "tokens")
-        distinct = {
-            tuple(tokens) for tokens in flat(generator.rollout(prompts(1), 16, policy_version=0, step=2), "tokens")
-        }
-        assert len(distinct) > 4
-
-    def test_a_response_does_not_depend_on_its_neighbours(self, generator):
-        together = generator.rollout(prompts(16), 4, policy_version=0, step=4)
-        alone = [generator.rollout([prompt], 4, policy_version=0, step=4)[0] for prompt in prompts(16)[::5]]
-        assert_same(together[::5], alone, same_batches=False)
-
     def test_the_shipped_checkpoint_is_imperfect(self, generator):
         groups = generator.rollout(prompts(256), 4, policy_version=0, step=5)
         rewards = [modsum_reward(rollout.text, group.prompt.answer) for group in groups for rollout in group.rollouts]
         assert 0.36 < np.mean(rewards) <= 0.5
         assert generator.stats()["perf/rollout_tokens"] == sum(map(len, flat(groups, "tokens")))
-
-    def test_a_smaller_budget_samples_the_beginning_of_a_larger_one(self, generator):
-        """What `evaluate_grid` rests on: one pass of sampling serves every budget."""
-        long, short = (
-            generator.rollout(prompts(16), 4, policy_version=0, step=9, sampling=Sampling(limit)) for limit in (24, 6)
-        )
-        assert [tokens[:6] for tokens in flat(long, "tokens")] == flat(short, "tokens")
-        assert max(map(len, flat(long, "tokens"))) > 6
 
     def test_global_random_states_are_left_alone(self, generator):
         before = torch.get_rng_state(), random.getstate()
