@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.rollout.generator import Sampling
 from megatron_rl.types import Group, Prompt, Rollout
 from tests.support.in_double import widened
 from tests.support.rounding import bound_from_double
 from tests.support.tiny import DATA, MODEL
 from tools.dev.make_tiny_checkpoint import build_tokenizer
+
+TOKENIZER = build_tokenizer()
 
 
 @functools.lru_cache(maxsize=8)
@@ -38,21 +42,47 @@ def rounding_bound(groups: list[Group], sampling: Sampling, path: Path = MODEL) 
     return bound_from_double(np.concatenate(single), np.concatenate(double), longest_sum)
 
 
+def prompts(number: int) -> list[Prompt]:
+    """The first validation problems of the tiny model."""
+    rows = [json.loads(line) for line in (DATA / "validation.jsonl").read_text().splitlines()[:number]]
+    return [Prompt(id=row["id"], tokens=TOKENIZER.encode(row["problem"]), answer=row["answer"]) for row in rows]
+
+
+def perturbed(seed: int) -> dict[str, torch.Tensor]:
+    """The trained weights, each tensor moved by a tenth of its own spread: another policy, as far from random."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: tensor + 0.1 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in HFFolder(MODEL).items()
+    }
+
+
+class Keeping:
+    """An engine that keeps what it rolled out."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator, self.groups = generator, []
+
+    def rollout(self, *arguments, **options) -> list:
+        self.groups = self.generator.rollout(*arguments, **options)
+        return self.groups
+
+    def sleep(self) -> None:
+        self.generator.sleep()
+
+
 @functools.cache
 def responses(number: int = 64, length: int = 24) -> list[Group]:
     """Responses of the tiny model to the first validation prompts, drawn from its own distribution in float64."""
     model, draw, groups = load(MODEL, torch.float64), torch.Generator().manual_seed(0), []
-    tokenizer = build_tokenizer()
-    rows = [json.loads(line) for line in (DATA / "validation.jsonl").read_text().splitlines()[:number]]
-    for row in rows:
-        prompt = tokenizer.encode(row["problem"])
-        tokens = list(prompt)
-        while len(tokens) < len(prompt) + length and tokens[-1] != tokenizer.eos_token_id:
+    for asked in prompts(number):
+        prompt, tokens = asked.tokens, list(asked.tokens)
+        while len(tokens) < len(prompt) + length and tokens[-1] != TOKENIZER.eos_token_id:
             with torch.no_grad():
                 probabilities = model(input_ids=torch.tensor([tokens])).logits[0, -1].softmax(-1)
             tokens.append(int(torch.multinomial(probabilities, 1, generator=draw)))
         rollout = Rollout(
-            prompt_id=row["id"],
+            prompt_id=asked.id,
             sample=0,
             tokens=tokens[len(prompt) :],
             inference_logprobs=np.zeros(len(tokens) - len(prompt), np.float32),
@@ -60,7 +90,7 @@ def responses(number: int = 64, length: int = 24) -> list[Group]:
             policy_versions=np.zeros(len(tokens) - len(prompt), np.int32),
             text="",
         )
-        groups.append(Group(Prompt(id=row["id"], tokens=prompt, answer=""), [rollout]))
+        groups.append(Group(asked, [rollout]))
     return groups
 
 

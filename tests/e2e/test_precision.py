@@ -21,6 +21,7 @@ from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.train import train
 from megatron_rl.types import Prompt
 from tests.e2e import hf_reference
+from tests.e2e.hf_reference import Keeping
 from tests.support.rounding import assert_rounded, standard_errors
 from tests.support.tiny import MODEL, stored_rollouts, tiny_recipe
 from tools.dev.make_tiny_checkpoint import build_tokenizer
@@ -84,20 +85,6 @@ def test_the_engines_keep_the_contract(fp16):
     assert rows["attention"].rollout.startswith("vLLM ")
     with pytest.raises(ValueError, match="head: the rollout engine uses fp16, the recipe says fp32"):
         confirm_contract(stated, learner.describe_precision(), seen | {"head": "fp16"})
-
-
-class Keeping:
-    """A generator that keeps what it rolled out."""
-
-    def __init__(self, generator: VllmGenerator) -> None:
-        self.generator, self.groups = generator, []
-
-    def rollout(self, *arguments, **options) -> list:
-        self.groups = self.generator.rollout(*arguments, **options)
-        return self.groups
-
-    def sleep(self) -> None:
-        self.generator.sleep()
 
 
 def compute_in(dtype: torch.dtype, module: torch.nn.Module) -> None:

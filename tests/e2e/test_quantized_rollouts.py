@@ -25,6 +25,7 @@ from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.rollout.weights import parameter_checksums
 from megatron_rl.types import Group, Prompt
 from tests.e2e import hf_reference
+from tests.e2e.hf_reference import Keeping
 from tests.support.families import ROUNDED, save_family
 from tests.support.plain_rounding import rounded_checkpoint
 from tests.support.rounding import bound_from_double
@@ -67,18 +68,6 @@ def folder_of(weights: dict[str, torch.Tensor], folder: Path, model: Path = MODE
         {name: t.contiguous() for name, t in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"}
     )
     return folder
-
-
-class Keeping:
-    def __init__(self, generator: VllmGenerator) -> None:
-        self.generator, self.groups = generator, []
-
-    def rollout(self, *arguments, **options) -> list[Group]:
-        self.groups = self.generator.rollout(*arguments, **options)
-        return self.groups
-
-    def sleep(self) -> None:
-        self.generator.sleep()
 
 
 @pytest.fixture(scope="module")

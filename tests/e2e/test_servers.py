@@ -14,11 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from safetensors.torch import save_file
 
-from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout import RolloutError, Sampling
 from megatron_rl.rollout.conversation import load_talk
@@ -31,32 +29,17 @@ from megatron_rl.rollout.servers.rendezvous import Address, folder
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.rollout.weights import parameter_checksums
 from megatron_rl.routing import route_checksums
-from megatron_rl.types import Group, Prompt
+from megatron_rl.types import Group
 from tests.e2e.hf_reference import assert_same as assert_same_by
-from tests.e2e.hf_reference import flat
+from tests.e2e.hf_reference import flat, perturbed, prompts
 from tests.e2e.in_flight import wait
 from tests.support.patience import PATIENCE_S
-from tests.support.tiny import DATA, MODEL, REPOSITORY, tiny_recipe
+from tests.support.tiny import MODEL, REPOSITORY, tiny_recipe
 from tools.dev.make_tiny_checkpoint import build_tokenizer
 
 TOKEN = "token-of-the-servers-in-this-test"
 ROLLOUT = {"dtype": "fp32", "max_response_length": 24, "kv_cache_gib": 0.0625}
 SERVERS = {"weights": "broadcast", "launch": 2, "health_every_s": 0.5, "wait_s": 550.0}
-
-
-def prompts(number: int) -> list[Prompt]:
-    tokenizer = build_tokenizer()
-    rows = [json.loads(line) for line in (DATA / "validation.jsonl").read_text().splitlines()[:number]]
-    return [Prompt(id=row["id"], tokens=tokenizer.encode(row["problem"]), answer=row["answer"]) for row in rows]
-
-
-def perturbed(seed: int) -> dict[str, torch.Tensor]:
-    """The trained weights, each tensor moved by a tenth of its own spread."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: tensor + 0.1 * tensor.std() * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in HFFolder(MODEL).items()
-    }
 
 
 def assert_same(first: list[Group], second: list[Group]) -> None:

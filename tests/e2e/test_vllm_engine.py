@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from contextlib import contextmanager
@@ -26,16 +25,15 @@ from megatron_rl.rollout.weights import parameter_checksums
 from megatron_rl.rollout.worker_extension import load_stacks, stackable_blocks
 from megatron_rl.types import Group, Prompt
 from tests.e2e import hf_reference
+from tests.e2e.hf_reference import TOKENIZER, flat, perturbed, prompts
 from tests.support.rounding import bound_from_double
 from tests.support.slow import slow_but
-from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, build_tokenizer, save_checkpoint
+from tests.support.tiny import MODEL
+from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("cheap_engines")
 
-TINY = Path(__file__).parents[2] / "recipes" / "tiny"
-MODEL = TINY / "model"
 MAX_RESPONSE_LENGTH = 24
-TOKENIZER = build_tokenizer()
 
 
 def decode(tokens: list[int]) -> str:
@@ -54,16 +52,6 @@ def engine(model: Path = MODEL, *, record_routes: bool = True, max_prompt_length
         yield generator
     finally:
         generator.close()
-
-
-def prompts(number: int) -> list[Prompt]:
-    rows = [json.loads(line) for line in (TINY / "data" / "validation.jsonl").read_text().splitlines()[:number]]
-    return [Prompt(id=row["id"], tokens=TOKENIZER.encode(row["problem"]), answer=row["answer"]) for row in rows]
-
-
-def flat(groups: list[Group], field: str) -> list:
-    values = [getattr(rollout, field) for group in groups for rollout in group.rollouts]
-    return [value.tolist() for value in values] if field == "tokens" else values
 
 
 def assert_same(first: list[Group], second: list[Group], *, same_batches: bool = True) -> None:
@@ -217,15 +205,6 @@ class TestSampling:
             generator.rollout([long], 1, policy_version=0, step=0)
         with pytest.raises(InputError, match=r"max_response_length 25 is above the engine's 24"):
             generator.rollout(prompts(1), 1, policy_version=0, step=0, sampling=Sampling(25))
-
-
-def perturbed(seed: int) -> dict[str, torch.Tensor]:
-    """The trained weights, each tensor moved by a tenth of its own spread: another policy, as far from random."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: tensor + 0.1 * tensor.std() * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in HFFolder(MODEL).items()
-    }
 
 
 def export(weights: dict[str, torch.Tensor], folder: Path) -> Path:

@@ -94,12 +94,6 @@ def cuda_lines(file: str) -> list[int]:
     return sorted(lines)
 
 
-def names_cuda(file: str) -> bool:
-    """Whether ``file`` names cuda in code, be it where it is imported."""
-    tree = ast.parse((REPOSITORY / file).read_text())
-    return any(mentions(node) for node in ast.walk(tree) if isinstance(node, ast.stmt) and not _is_docstring(node))
-
-
 @contextmanager
 def watching(*files: str) -> Iterator[Seen]:
     """Notes the lines of ``files`` that this thread runs."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,27 +17,20 @@ from megatron_rl.rollout import RolloutError
 from megatron_rl.rollout.requests import everywhere
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.run.engines import start_generator
-from megatron_rl.types import Group, Prompt
-from tests.support.tiny import tiny_recipe
+from megatron_rl.types import Group
+from tests.e2e.hf_reference import prompts
+from tests.support.tiny import MODEL, tiny_recipe
 from tools.dev.make_tiny_checkpoint import build_tokenizer
-
-TINY = Path(__file__).parents[3] / "recipes" / "tiny"
-
-
-def prompts(number: int) -> list[Prompt]:
-    tokenizer = build_tokenizer()
-    rows = [json.loads(line) for line in (TINY / "data" / "validation.jsonl").read_text().splitlines()[:number]]
-    return [Prompt(id=row["id"], tokens=tokenizer.encode(row["problem"]), answer=row["answer"]) for row in rows]
 
 
 def start(tensor_parallel: int) -> VllmGenerator:
     config = RolloutConfig(dtype="fp32", max_response_length=24, kv_cache_gib=0.0625, tensor_parallel=tensor_parallel)
-    return VllmGenerator(config, TINY / "model", max_prompt_length=12, record_routes=True)
+    return VllmGenerator(config, MODEL, max_prompt_length=12, record_routes=True)
 
 
 def moved() -> list[tuple[str, torch.Tensor]]:
     """Other weights: every tensor a little larger, the norms unchanged."""
-    return [(name, tensor if tensor.ndim == 1 else tensor * 1.05) for name, tensor in HFFolder(TINY / "model").items()]
+    return [(name, tensor if tensor.ndim == 1 else tensor * 1.05) for name, tensor in HFFolder(MODEL).items()]
 
 
 def sample(generator: VllmGenerator) -> list[list[Group]]:
