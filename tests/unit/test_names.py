@@ -20,9 +20,7 @@ FILES = sorted(path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))
 DOORS = {
     "commands.convert": ("checkpoint.conversion",),
     "instruments.parity": ("instruments.parity.*",),
-    "instruments.translate.nemo_rl": ("instruments.translate.nemo_rl_keys",),
-    "instruments.translate.slime": ("instruments.translate.slime_keys",),
-    "instruments.translate.verl": ("instruments.translate.verl_keys",),
+    "instruments.translate.rules": ("instruments.translate.objective_rules", "instruments.translate.translation"),
     "exact.kernels": ("exact.kernel_ops", "exact.kernels.*"),
     "learner.learner": ("learner.passes",),
     "model.families": ("model.families.*",),

@@ -1,4 +1,4 @@
-"""Keys of other projects: a message names ours, and the page of docs is the same table."""
+"""Keys of other projects: a message names ours; the table is read as it is written."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import yaml
 
 from megatron_rl.config import foreign_keys, load_recipe
 from megatron_rl.errors import InputError
+from megatron_rl.instruments.translate.translation import CONVERSIONS
 from tests.support.tiny import DATA, MODEL, REPOSITORY
 
 SOUND = {
@@ -38,12 +39,20 @@ def test_a_key_of_another_project_is_told_ours(tmp_path, values, said):
         load_recipe(tmp_path / "recipe.yaml")
 
 
-DOCS = REPOSITORY / "docs"
+def test_a_row_has_a_known_way_to_convert_or_a_name_of_its_own():
+    ways = [row.how for row in foreign_keys.rows()]
+    assert {how for how in ways if not how.startswith("@")} <= set(CONVERSIONS)
+    rules = [how for how in ways if how.startswith("@")]
+    assert len(set(rules)) == len(rules) > 50
+    folder = REPOSITORY / "megatron_rl/instruments/translate"
+    code = "".join((folder / f"{name}.py").read_text() for name in ("rules", "objective_rules"))
+    assert [rule for rule in rules if not re.search(rf"['\"]{rule[1:].removeprefix('val_')}['\"]", code)] == []
 
 
-def test_the_table_of_keys_is_the_one_that_messages_are_made_from():
-    text = (DOCS / "coming-from.md").read_text()
-    table = text.split("## Keys\n\n")[1].split("\n\n")[0]
-    assert table == foreign_keys.markdown()
-    for version, commit, _ in foreign_keys.READ_FROM.values():
-        assert f"{version} (`{commit}`)" in text.split("## Keys")[0].replace("\n", " ")
+@pytest.mark.parametrize("project", foreign_keys.PROJECTS)
+def test_cells_are_read(project):
+    assert sum(bool(row.keys[project]) for row in foreign_keys.rows()) > 70
+    assert all(effect or neutral is None for _, neutral, effect in foreign_keys.without(project))
+    first = {row.ours: row.keys["verl"] for row in foreign_keys.rows()}
+    assert first["rollout.temperature"] == (("actor_rollout_ref.rollout.temperature", 1.0),)
+    assert first["learner.optimizer.beta2"] == (("actor_rollout_ref.actor.optim.betas", [0.9, 0.999]),)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, get_args
 
@@ -10,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from megatron_rl.config import Recipe
-from megatron_rl.config.foreign_keys import ON_THE_PAGE, ROWS
+from megatron_rl.config.foreign_keys import PROJECTS, READ_FROM, SHORT, rows
 from tests.support.tiny import REPOSITORY
 from tools.dev.foreign_names import main
 
@@ -33,8 +32,8 @@ def has(model: type[BaseModel], path: list[str]) -> bool:
 
 
 def test_our_keys_are_in_the_schema():
-    named = [key for ours, *_ in ROWS for key in re.findall(r"`([\w.]+)`", ours)]
-    assert len(named) > 30
+    named = {row.ours for row in rows()} - {"-"}
+    assert len(named) > 80
     assert [key for key in named if not has(Recipe, key.split("."))] == []
     assert not has(Recipe, ["rollout", "temperatur"])
 
@@ -45,10 +44,25 @@ def test_the_record_of_names_is_written_from_the_tables(tmp_path):
     assert shipped == (tmp_path / "written.json").read_text(encoding="utf-8"), "python -m tools.dev.foreign_names"
 
 
-def test_the_record_has_every_row_and_those_of_the_page():
-    keys = json.loads((DOCS / "coming-from.json").read_text(encoding="utf-8"))["keys"]
-    assert set(ON_THE_PAGE) <= {key.split(",")[0] for key in keys}
-    assert len(keys) == len(ROWS)
+def test_the_page_has_rows_of_the_table():
+    text = (DOCS / "coming-from.md").read_text(encoding="utf-8")
+    lines = text.split("## Keys\n\n")[1].split("\n\n")[0].splitlines()
+    assert len(lines) > 20
+    for ours, *theirs in (
+        [re.findall(r"`([^`]+)`", cell) for cell in line.strip("|").split("|")] for line in lines[2:]
+    ):
+        for project, keys in zip(PROJECTS, theirs, strict=True):
+            known = {
+                key
+                for row in rows()
+                if f"{row.ours}.".startswith(f"{ours[0]}.")
+                for key, _ in row.keys[project]
+            }  # fmt: skip
+            for key in keys:
+                first, dot, rest = key.partition(".")
+                assert f"{SHORT[project].get(first, first)}{dot}{rest}" in known, (ours, key)
+    for version, commit, _ in READ_FROM.values():
+        assert f"{version} (`{commit}`)" in text.split("## Keys")[0].replace("\n", " ")
 
 
 @pytest.mark.parametrize("page", ["coming-from.json", "reading-a-run.md"])

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.translate.nemo_rl_keys import resolved
 from megatron_rl.instruments.translate.shell import MAX_EXPANDED, read_script
+from megatron_rl.instruments.translate.sources import resolved
 
 DOUBLING = ["a=$a$a", 'a="${a}${a}"', "a+=$a", "a=${a:-x}${a:-y}", 'A=("${A[@]}" "${A[@]}")', "A+=($A[@] ${A[@]})"]
 SAME_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)

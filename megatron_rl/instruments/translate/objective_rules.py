@@ -1,0 +1,204 @@
+"""The objective of another project's run: advantages, policy term, aggregation and corrections.
+
+Rules were read from the sources of `config.foreign_keys.READ_FROM`. verl: `core_algos.py`, `rollout_corr_helper.py`.
+slime: `loss.py`, `ppo_utils.py`, `ray/rollout.py`. NeMo-RL: `loss_functions.py`, `advantage_estimator.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron_rl.instruments.translate.translation import Translation, real, whole
+
+ADVANTAGES = {
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "gspo": "grpo",
+    "cispo": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus_baseline": "reinforce_pp",
+}
+"""Their estimators with the same advantage here."""
+
+
+def objective(t: Translation) -> None:
+    """Translate the objective."""
+    _advantage(t)
+    term, is_bypass = _policy_term(t), t["bypass"] is True
+    _aggregation(t, term)
+    if is_bypass and term not in ("reinforce", "dppo"):
+        t.put("objective.anchor", "bypass")
+    corrections = {"verl": _of_verl, "slime": _of_slime, "NeMo-RL": _of_nemo_rl}[t.project](t, term, is_bypass)
+    if corrections:
+        t.put("objective.correction", corrections)
+    coefficient = real(t["kl_coefficient"]) or 0
+    if coefficient and (t["kl_loss"] is True or t.project == "NeMo-RL"):
+        t.lose(
+            "kl_loss" if t.is_set("kl_loss") and not t.is_set("kl_coefficient") else "kl_coefficient",
+            f"there is no reference policy: the loss lacks {coefficient:g} times the KL to it",
+        )
+
+
+def _advantage(t: Translation) -> None:
+    name, ours = str(t["estimator"]), "objective.advantage"
+    if name == "reinforce_plus_plus" and t.project == "NeMo-RL" and t["minus_baseline"] is not False:
+        name = "reinforce_plus_plus_baseline"
+    same = ADVANTAGES.get(name)
+    if t["by_std"] is False or t["without_std"] is True:
+        same = {"grpo": "rloo" if t["leave_one_out"] is True else "dr_grpo"}.get(same, same)
+    elif t["leave_one_out"] is True and same == "grpo":
+        t.lose("leave_one_out", "mean and deviation are of the whole group, the response itself included")
+    if t.ours("rollout.num_samples") < 2 and (same != "reinforce_pp" or t.project != "slime"):
+        t.guess(ours, "reinforce", "there is one response a prompt, and so no group")
+    elif same == "grpo" and t["without_mean"] is True:
+        t.put(ours, "reinforce", "the reward itself")
+    elif same is not None:
+        t.put(ours, same)
+    else:
+        effects = {
+            "gae": "there is no value function",
+            "ppo": "there is no value function",
+            "reinforce_plus_plus": "theirs whitens over the batch without the mean of the group",
+        }
+        t.lose("estimator", effects.get(name, "no such advantage; see docs/add-an-objective.md"))
+        t.guess(ours, "reinforce_pp" if name == "reinforce_plus_plus" else "grpo", f"in place of {name}")
+    if t["whiten"] is True and same != "reinforce_pp":
+        t.lose("whiten", "advantages of a group are not whitened over the batch again")
+
+
+def _policy_term(t: Translation) -> str:
+    """The name of ours."""
+    mode = str(t["loss"] or "vanilla")
+    if t.project == "slime":
+        mode = str(t["estimator"]) if t["estimator"] in ("gspo", "cispo") else "vanilla"
+    for name in ("gspo", "reinforce", "cispo"):
+        mode = name if t[name] is True else mode
+    low, bound = real(t["low"]) or 0.2, real(t["dual"])
+    high = real(t["high"]) or low
+    cap = 3.0 if bound is None else bound
+    terms: dict[str, dict[str, Any]] = {
+        "vanilla": {"name": "ppo_clip", "clip_low": low, "clip_high": high} | ({"dual_clip": bound} if bound else {}),
+        "gspo": {"name": "gspo", "clip_low": low, "clip_high": high},
+        "geo_mean": {"name": "gmpo", "log_clip_low": low, "log_clip_high": high},
+        "cispo": {"name": "cispo", "clip_low": low if low < 1 else None, "clip_high": high},
+        "dppo_tv": {"name": "dppo", "divergence": "tv", "delta": high, "delta_low": low, "cap": cap},
+        "dppo_kl": {"name": "dppo", "divergence": "kl", "delta": high, "delta_low": low, "cap": cap},
+        "sapo": {"name": "sapo"}
+        | {key: real(t[key]) for key in ("tau_positive", "tau_negative") if t[key] is not None},
+        "reinforce": {"name": "reinforce"},
+    }
+    if t["bypass"] is True and t["loss_type"] == "reinforce":
+        mode = "reinforce"
+    if mode in terms:
+        remark = "a lower bound of 1 or more is a ratio of 0 or less, and bounds nothing" if low >= 1 else ""
+        if mode.startswith("dppo") and t["bypass"] is not True:
+            remark = "measured from the engine's probability; verl's from the learner's at rollout weights"
+        t.put("objective.policy_term", terms[mode], remark)
+    else:
+        t.lose("loss", "no such policy term; docs/add-an-objective.md says how to add one")
+        t.guess("objective.policy_term", terms["vanilla"], f"in place of {mode}")
+    if t.is_set("dual") and t.project != "verl" and mode != "vanilla":
+        t.lose("dual", f"{mode} has no bound for negative advantages")
+    return terms.get(mode, terms["vanilla"])["name"]
+
+
+def _aggregation(t: Translation, term: str) -> None:
+    ours, name = "objective.aggregation", t["aggregation"]
+    if t.project != "verl":
+        t.put(ours, "token-mean" if t["by_token"] is True else "seq-mean-token-mean")
+    elif term in ("gspo", "gmpo"):
+        t.put(ours, "seq-mean-token-mean", f"verl's {term} averages over sequences whatever loss_agg_mode says")
+    elif name == "token-sum":
+        t.guess(ours, "token-mean", "in place of token-sum: the factor of the number of tokens is Adam's, but for eps")
+    else:
+        t.put(ours, name)
+    if t.ours(ours) == "seq-mean-token-sum-norm" and (scale := whole(t["norm"])) is not None:
+        t.put("objective.max_response_length", scale)
+
+
+def _of_verl(t: Translation, term: str, is_bypass: bool) -> list[dict[str, Any]]:
+    """Weights and masks. verl's bounds for k1 = -log ratio bound 1/ratio; a masked token leaves its count of tokens."""
+    corrections: list[dict[str, Any]] = []
+    level, bound = t["weighs"], t["bound"]
+    if (cap := real(t["token_cap"]) or 0) > 0:
+        level, bound = "token", cap
+    if level is not None and term != "reinforce" and (is_bypass or term == "dppo"):
+        t.lose("weighs", "the ratio of this policy term is against the engine already, as verl's is")
+    elif level is not None:
+        lower, _, upper = str(bound).rpartition("_")
+        item: dict[str, Any] = {"mode": "mis" if lower else "tis", "level": level, "cap": float(upper)}
+        if lower:
+            item["lower"] = float(lower)
+        elif t["normalize"] is True and not is_bypass:
+            item["normalize"] = True
+        elif t["normalize"] is True:
+            t.lose("normalize", "the weight is not divided by its mean, because it depends on the policy under way")
+        corrections.append(item)
+    options = [part.strip() for part in str(t["rejects"] or "").split(",") if part.strip()]
+    bounds = [part.strip() for part in str(t["rejects_at"]).split(",")]
+    out = {"renormalize": True} if not is_bypass and t.ours("objective.aggregation") == "token-mean" else {}
+    for option, bound in zip(options, bounds * len(options) if len(bounds) == 1 else bounds, strict=False):
+        if (rejection := _rejection(option, bound)) is None:
+            t.lose("rejects", f"nothing is dropped by {option}: no such statistic")
+        else:
+            corrections.append(rejection | out)
+    if options and is_bypass:
+        t.note("a dropped token keeps its place in the denominators here; in verl it leaves the count of tokens")
+    return corrections
+
+
+def _rejection(option: str, bound: str) -> dict[str, Any] | None:
+    modes: dict[str, dict[str, Any]] = {
+        "token_k1": {"mode": "mask", "level": "token"},
+        "seq_sum_k1": {"mode": "mask", "level": "sequence"},
+        "seq_mean_k1": {"mode": "reject", "statistic": "seq_mean_k1"},
+        "seq_mean_k3": {"mode": "reject", "statistic": "seq_mean_k3"},
+        "seq_max_k3": {"mode": "reject", "statistic": "max_k3"},
+        "token_k2": {"mode": "mask", "level": "token"},
+    }
+    if option not in modes:
+        return None
+    if option.endswith("_k3"):
+        return modes[option] | {"upper": float(bound)}
+    if option == "token_k2":  # (log ratio)² / 2 <= c bounds the ratio on both sides
+        edge = math.exp(math.sqrt(2 * float(bound)))
+        return modes[option] | {"lower": 1 / edge, "upper": edge}
+    lower, _, upper = bound.rpartition("_")
+    low, high = (float(lower) if lower else 1 / float(upper)), float(upper)
+    return modes[option] | {"lower": round(1 / high, 12), "upper": round(1 / low, 12)}
+
+
+def _of_slime(t: Translation, term: str, is_bypass: bool) -> list[dict[str, Any]]:
+    corrections: list[dict[str, Any]] = []
+    low, high = real(t["least"]) or 0, real(t["bound"]) or 2.0
+    if t["weighs"] is True:
+        function = str(t["weight"] or "")
+        if function.endswith("icepop_function"):
+            icepop = {"mode": "icepop", "lower": low, "upper": high}
+            corrections.append(icepop if low > 0 else {"mode": "mis", "level": "token", "cap": high})
+        else:
+            corrections.append({"mode": "tis", "level": "token", "cap": high} | ({"lower": low} if low > 0 else {}))
+            if function:
+                t.lose("weight", "your function is not called; tis stands in its place")
+    if t["opsm"] is True:
+        anchor = "rollout" if is_bypass else "learner"
+        corrections.append({"mode": "opsm", "delta": real(t["opsm_delta"]), "pi_old": anchor})
+    return corrections
+
+
+def _of_nemo_rl(t: Translation, term: str, is_bypass: bool) -> list[dict[str, Any]]:
+    kind, low, high = t["weight"], real(t["least"]), real(t["bound"])
+    if t["weighs"] is not True:
+        return []
+    level, bounds = "sequence" if term == "gspo" else "token", {"lower": low} if low else {}
+    if kind is None or high is None:
+        return [{"mode": "is", "level": level}]
+    if kind == "tis":
+        return [{"mode": "tis", "level": level, "cap": high, **bounds}]
+    if kind == "icepop" and level == "token" and low:
+        return [{"mode": "icepop", "lower": low, "upper": high}]
+    if kind == "icepop":
+        return [{"mode": "mis", "level": level, "cap": high, **bounds}]
+    return [{"mode": "is", "level": "token"}, {"mode": "reject", "statistic": "geometric", "upper": high, **bounds}]
