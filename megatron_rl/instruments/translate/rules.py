@@ -137,7 +137,10 @@ def _sources(t: Translation, given: Any, names: dict[str, str]) -> list[dict[str
     """Files of rows, given as paths, as names and paths by turns (slime), or as sections (NeMo-RL)."""
     words = given if isinstance(given, list) else [given]
     if t.project == "slime" and len(words) > 1:
-        return [{"path": readable(str(path)), "name": str(name)} | names for name, path in zip(words[::2], words[1::2])]
+        return [
+            {"path": readable(str(path)), "name": readable(str(name))} | names
+            for name, path in zip(words[::2], words[1::2])
+        ]
     sources = []
     for word in words:
         columns = {"prompt_key": "input_key", "answer_key": "output_key"}

@@ -22,8 +22,9 @@ _OPEN, _CLOSE = "\ue000", "\ue001"  # around what is not known; private characte
 _UNKNOWN = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|[@*#?0-9])(\[[^\]]*\])?(.*)", re.DOTALL)
+_TESTS = ("[", "[[", "test")
 _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
-_OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")")
+_OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")", "\n")
 _PAIRS = {"(": ")", "{": "}"}
 MAX_CHARS = 2**20
 MAX_EXPANDED = 16 * MAX_CHARS  # characters that all expansions of a script may give
@@ -48,7 +49,6 @@ class Script:
 
     commands: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    variables: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,6 @@ def read_script(path: Path, variables: Mapping[str, str] | None = None) -> Scrip
         reader.follow(path)
     except RecursionError:
         raise InputError(f"{path}: its brackets or blocks nest too deep to be read as a launch script") from None
-    reader.script.variables = reader.variables
     return reader.script
 
 
@@ -85,57 +84,46 @@ def _text_of(path: Path) -> str:
     return text.replace("\r\n", "\n")
 
 
-class _Lexer:
+def _tokens(text: str, path: Path) -> Iterator[_Token]:
     """Words as they are written, operators, ends of lines, and arrays."""
+    at = 0
+    while at < len(text):
+        if text.startswith("\\\n", at):
+            at += 2
+        elif text[at] in " \t":
+            at += 1
+        elif text[at] == "#":
+            at = _end_of_line(text, at)
+        elif text.startswith("<<", at) and not text.startswith("<<<", at):
+            match = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n").match(text, at)
+            end = match and re.compile(rf"^\t*{match[2]}$", re.MULTILINE).search(text, match.end())
+            at = end.end() if end else _end_of_line(text, at)
+        elif operator := next((op for op in _OPERATORS if text.startswith(op, at)), None):
+            at += len(operator)
+            yield operator
+        else:
+            token, at = _word(text, at, path)
+            yield token
 
-    def __init__(self, text: str, path: Path) -> None:
-        self.text, self.path, self.at = text, path, 0
 
-    def tokens(self) -> Iterator[_Token]:
-        text = self.text
-        while self.at < len(text):
-            char = text[self.at]
-            if text.startswith("\\\n", self.at):
-                self.at += 2
-            elif char in " \t":
-                self.at += 1
-            elif char == "\n":
-                self.at += 1
-                yield "\n"
-            elif char == "#":
-                self.at = self._end_of_line()
-            elif text.startswith("<<", self.at) and not text.startswith("<<<", self.at):
-                self._skip_document()
-            elif operator := next((op for op in _OPERATORS if text.startswith(op, self.at)), None):
-                self.at += len(operator)
-                yield operator
-            else:
-                yield self._word()
+def _end_of_line(text: str, at: int) -> int:
+    end = text.find("\n", at)
+    return len(text) if end < 0 else end
 
-    def _end_of_line(self) -> int:
-        end = self.text.find("\n", self.at)
-        return len(self.text) if end < 0 else end
 
-    def _skip_document(self) -> None:
-        match = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n").match(self.text, self.at)
-        end = match and re.compile(rf"^\t*{match[2]}$", re.MULTILINE).search(self.text, match.end())
-        self.at = end.end() if end else self._end_of_line()
-
-    def _word(self) -> _Token:
-        start, text = self.at, self.text
-        while self.at < len(text):
-            char = text[self.at]
-            written = text[start : self.at] if char == "(" else ""
-            if re.fullmatch(r"[A-Za-z_]\w*\+?=", written):
-                end = closing(text, self.at, self.path)
-                inside = [token for token in _Lexer(text[self.at + 1 : end], self.path).tokens() if token != "\n"]
-                self.at = end + 1
-                name = written.rstrip("+=")
-                return _Array(name, "+" in written, [token for token in inside if isinstance(token, str)])
-            if char in " \t\n;|()" or (char == "&" and text[max(start, self.at - 1) : self.at] != ">"):
-                break
-            self.at = after_piece(text, self.at, self.path)
-        return text[start : self.at].replace("\\\n", "")
+def _word(text: str, start: int, path: Path) -> tuple[_Token, int]:
+    """The word or array that begins at ``start``, and where it ends."""
+    at = start
+    while at < len(text):
+        written = text[start:at] if text[at] == "(" else ""
+        if re.fullmatch(r"[A-Za-z_]\w*\+?=", written):
+            end = closing(text, at, path)
+            inside = [token for token in _tokens(text[at + 1 : end], path) if isinstance(token, str) and token != "\n"]
+            return _Array(written.rstrip("+="), "+" in written, inside), end + 1
+        if text[at] in " \t\n;|()" or (text[at] == "&" and text[max(start, at - 1) : at] != ">"):
+            break
+        at = after_piece(text, at, path)
+    return text[start:at].replace("\\\n", ""), at
 
 
 def after_piece(text: str, at: int, path: Path) -> int:
@@ -165,8 +153,7 @@ def closing(text: str, at: int, path: Path) -> int:
         if text[end] == opened:
             end = closing(text, end, path) + 1
         elif text[end] == "#" and opened == "(" and text[end - 1] in " \t\n":
-            line = text.find("\n", end)
-            end = len(text) if line < 0 else line
+            end = _end_of_line(text, end)
         else:
             end = after_piece(text, end, path)
     return _closed(end if end < len(text) else -1, closed, text, at, path)
@@ -189,7 +176,7 @@ class _Reader:
         if self.num_files > MAX_FILES:
             raise InputError(f"{path}: the script sources more than {MAX_FILES} files")
         before, self.path = self.path, path
-        tokens = list(_Lexer(_text_of(path), path).tokens())
+        tokens = list(_tokens(_text_of(path), path))
         self._run(tokens, 0, len(tokens))
         self.path = before
 
@@ -219,8 +206,7 @@ class _Reader:
         is_run = True
         while at < end:
             start = at
-            while at < end and tokens[at] not in ("\n", ";", ";;", "&&", "||", "|", "&", "(", ")"):
-                at += 1
+            at = next((i for i in range(at, end) if tokens[i] in (*_OPERATORS, "\n")), end)
             if is_run and at > start:
                 last = self._command(tokens[start:at])
             joint = tokens[at] if at < end else "\n"
@@ -241,19 +227,17 @@ class _Reader:
             tokens = [token for token in tokens[1:] if isinstance(token, _Array) or not token.startswith("-")]
         if not tokens:
             return True
-        if tokens[0] in ("[", "[[", "test"):
-            return self._test([self._expand_to_one(token) for token in tokens[1:] if token not in ("]", "]]")])
+        if tokens[0] in _TESTS:
+            return self._test(tokens)
         while tokens and (isinstance(tokens[0], _Array) or _ASSIGNMENT.fullmatch(tokens[0])):
             self._assign(tokens[0])
             tokens = tokens[1:]
         words = [word for token in tokens if isinstance(token, str) for word in self._expand(token)]
-        if not words:
-            return True
-        if words[0] in ("source", ".") and len(words) > 1:
+        if words and words[0] in ("source", ".") and len(words) > 1:
             self._source(words[1])
-        elif words[0] not in (":", "set", "true", "unset", "shopt", "cd", "trap", "sleep"):
+        elif words and words[0] not in (":", "set", "true", "unset", "shopt", "cd", "trap", "sleep"):
             self.script.commands.append(words)
-        return {"true": True, "false": False}.get(words[0], True)
+        return not words or words[0] != "false"
 
     def _source(self, written: str) -> None:
         file = self.folder / written
@@ -294,7 +278,7 @@ class _Reader:
             then = next((i for i in _own(tokens, start + 1, stop, ("then",))), stop)
             holds = self._condition(tokens[start + 1 : then])
             if holds is None:
-                condition = " ".join(self._shown(token) for token in tokens[start + 1 : then]).strip(" ;\n")
+                condition = _written(tokens[start + 1 : then]).strip(" ;\n")
                 self._note(f"whether `if {condition}` holds is not known: its branches were left out")
                 break
             if holds:
@@ -305,24 +289,23 @@ class _Reader:
     def _condition(self, tokens: list[_Token]) -> bool | None:
         """Whether a list of tests joined by && and || holds; None where that is not known."""
         tokens = [token for token in tokens if token not in ("\n", ";", "{", "}")]
-        result, joint, start = None, "", 0
-        for i in range(len(tokens) + 1):
-            if i < len(tokens) and tokens[i] not in ("&&", "||"):
-                continue
-            part = tokens[start:i]
-            is_inverted = bool(part) and part[0] == "!"
-            part = part[1:] if is_inverted else part
-            one: bool | None = None
-            if part and part[0] in ("[", "[[", "test"):
-                one = self._test([self._expand_to_one(token) for token in part[1:] if token not in ("]", "]]")])
+        result: bool | None = None
+        joint: _Token = ""
+        marks = [-1, *(i for i, token in enumerate(tokens) if token in ("&&", "||")), len(tokens)]
+        for before, after in pairwise(marks):
+            part = tokens[before + 1 : after]
+            is_inverted = part[:1] == ["!"]
+            part = part[is_inverted:]
+            one = self._test(part) if part and part[0] in _TESTS else None
             one = None if one is None else one != is_inverted
-            if joint == "&&":
-                result = False if False in (result, one) else (None if None in (result, one) else True)
-            elif joint == "||":
-                result = True if True in (result, one) else (None if None in (result, one) else False)
-            else:
+            decisive = joint == "||"  # True settles an "or", False an "and"
+            if not joint:
                 result = one
-            joint, start = (tokens[i], i + 1) if i < len(tokens) else ("", i)
+            elif decisive in (result, one):
+                result = decisive
+            else:
+                result = None if None in (result, one) else not decisive
+            joint = tokens[after] if after < len(tokens) else ""
         return result
 
     def _case(self, tokens: list[_Token], at: int, end: int) -> int:
@@ -346,33 +329,26 @@ class _Reader:
             self._note(f"`case {readable(word)}` is not known: its branches were left out")
         return after
 
-    def _test(self, words: list[str]) -> bool | None:
-        if words[:1] == ["!"]:
-            inner = self._test(words[1:])
-            return None if inner is None else not inner
+    def _test(self, tokens: list[_Token]) -> bool | None:
+        """Whether `[ … ]`, `[[ … ]]` or `test …` holds; None where that is not known."""
+        words = [self._expand_to_one(token) for token in tokens[1:] if token not in ("]", "]]")]
+        is_inverted = words[:1] == ["!"]
+        result = self._holds(words[is_inverted:])
+        return None if result is None else result != is_inverted
+
+    def _holds(self, words: list[str]) -> bool | None:
         if any(unresolved_names(word) for word in words):
             return None
-        if len(words) == 2 and words[0] in ("-n", "-z"):
-            return (words[1] != "") == (words[0] == "-n")
-        if len(words) == 2 and words[0] in ("-f", "-d", "-e"):
-            return None
-        if len(words) == 1:
-            return words[0] != ""
-        if len(words) == 3:
-            left, test, right = words
-            if test in ("=", "=="):
-                return fnmatchcase(left, right)
-            if test == "!=":
-                return not fnmatchcase(left, right)
-            numeric = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
-            if test in numeric and left.lstrip("-").isdigit() and right.lstrip("-").isdigit():
-                return numeric[test](int(left), int(right))
+        if len(words) == 1 or (len(words) == 2 and words[0] in ("-n", "-z")):
+            return (words[-1] != "") == (words[0] != "-z" or len(words) == 1)
+        if len(words) == 3 and words[1] in ("=", "==", "!="):
+            return fnmatchcase(words[0], words[2]) == (words[1] != "!=")
+        numeric = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
+        if len(words) == 3 and words[1] in numeric and all(word.lstrip("-").isdigit() for word in words[::2]):
+            return numeric[words[1]](int(words[0]), int(words[2]))
         return None
 
     # Expansion
-
-    def _shown(self, token: _Token) -> str:
-        return token if isinstance(token, str) else f"{token.name}=(…)"
 
     def _note(self, text: str) -> None:
         note = f"{self.path.name}: {readable(text)}"
@@ -440,10 +416,13 @@ class _Reader:
         return f"{_OPEN}{readable(written)}{_CLOSE}"
 
     def _parameter(self, inside: str, is_quoted: bool) -> Iterator[tuple[str, str]]:
-        is_length, name, index, rest = _PARAMETER.fullmatch(inside).groups() if _PARAMETER.fullmatch(inside) else (
-            "", "", None, inside
-        )  # fmt: skip
-        kind = "" if is_quoted else "split"
+        """What `${…}` or `$NAME` stands for. An unknown value with blanks in it is not divided."""
+        match = _PARAMETER.fullmatch(inside)
+        is_length, name, index, rest = match.groups() if match else ("", "", None, inside)
+        value, unknown = self.variables.get(name), f"{_OPEN}${{{inside}}}{_CLOSE}"
+        kind = "" if is_quoted or unresolved_names(value or "") else "split"
+        default = re.fullmatch(r"(:?)([-=+?])(.*)", rest, re.DOTALL)
+        trims = re.fullmatch(r"(##?|%%?)(.*)", rest, re.DOTALL)
         if name in ("@", "*") and not rest:
             return  # arguments of the script: none
         if index in ("[@]", "[*]") or (name in self.arrays and index is None):
@@ -451,37 +430,26 @@ class _Reader:
             if is_length:
                 yield str(len(items or [])), ""
             elif items is None:
-                yield f"{_OPEN}${{{inside}}}{_CLOSE}", ""
-            else:
-                yield from ((item, "item" if i else "") for i, item in enumerate(items))
-            return
-        value = self.variables.get(name)
-        unknown = f"{_OPEN}${{{inside}}}{_CLOSE}"
-        if is_length or index is not None or not name:
-            yield unknown, ""
-        elif match := re.fullmatch(r"(:?)([-=+?])(.*)", rest, re.DOTALL):
-            is_missing = value is None or (match[1] == ":" and value == "")
-            if match[2] == "+":
-                yield ("" if is_missing else self._expand_to_one(match[3])), kind
-            elif not is_missing:
-                yield value, kind
-            elif match[2] == "?":
                 yield unknown, ""
             else:
-                value = self._expand_to_one(match[3])
-                if match[2] == "=":
-                    self.variables[name] = value
-                yield value, kind
+                yield from ((item, "item" if i else "") for i, item in enumerate(items))
+        elif is_length or index is not None or not name:
+            yield unknown, ""
+        elif default:
+            is_missing = value is None or (default[1] == ":" and value == "")
+            if default[2] == "+" or (is_missing and default[2] in "-="):
+                given = self._expand_to_one(default[3])
+                if default[2] == "=":
+                    self.variables[name] = given
+                yield ("" if default[2] == "+" and is_missing else given), kind
+            else:
+                yield (unknown, "") if is_missing else (value, kind)
         elif value is None:
             yield f"{_OPEN}${{{name}}}{_CLOSE}", ""
         elif not rest:
             yield value, kind
-        elif (
-            (match := re.fullmatch(r"(##?|%%?)(.*)", rest, re.DOTALL))
-            and len(value) <= MAX_EXPRESSION
-            and not unresolved_names(value)
-        ):
-            yield _trimmed(value, match[1], self._expand_to_one(match[2])), kind
+        elif trims and len(value) <= MAX_EXPRESSION and not unresolved_names(value):
+            yield _trimmed(value, trims[1], self._expand_to_one(trims[2])), kind
         else:
             yield unknown, ""
 
@@ -519,13 +487,12 @@ def _evaluated(node: ast.expr) -> int:
 
 def _trimmed(value: str, how: str, pattern: str) -> str:
     """Return ``value`` without the shortest, or longest, beginning (#, ##) or end (%, %%) that ``pattern`` fits."""
-    lengths = list(range(len(value) + 1))
-    if len(how) == 2:
-        lengths.reverse()
-    for length in lengths:
-        part = value[:length] if how[0] == "#" else value[len(value) - length :]
-        if fnmatchcase(part, pattern):
-            return value[length:] if how[0] == "#" else value[: len(value) - length]
+    for length in range(len(value) + 1) if len(how) == 1 else range(len(value), -1, -1):
+        rest = len(value) - length
+        if how[0] == "#" and fnmatchcase(value[:length], pattern):
+            return value[length:]
+        if how[0] == "%" and fnmatchcase(value[rest:], pattern):
+            return value[:rest]
     return value
 
 
@@ -555,5 +522,8 @@ def _own(tokens: list[_Token], at: int, end: int, wanted: tuple[str, ...]) -> It
 
 
 def _line(tokens: list[_Token], at: int, end: int) -> str:
-    stop = next((i for i in range(at, end) if tokens[i] in ("\n", ";", "&&", "||")), end)
-    return " ".join(token if isinstance(token, str) else f"{token.name}=(…)" for token in tokens[at:stop])
+    return _written(tokens[at : next((i for i in range(at, end) if tokens[i] in ("\n", ";", "&&", "||")), end)])
+
+
+def _written(tokens: list[_Token]) -> str:
+    return " ".join(token if isinstance(token, str) else f"{token.name}=(…)" for token in tokens)

@@ -28,9 +28,7 @@ def test_values_that_double_end_with_a_sentence(tmp_path, lines, length):
     except InputError as error:
         assert "its variables stand for more than 16 million characters" in str(error)  # noqa: PT017
     else:
-        texts = [*script.variables.values(), *(word for words in script.commands for word in words)]
-        values = sum(map(len, texts))
-        assert values <= MAX_EXPANDED
+        assert sum(len(word) for words in script.commands for word in words) <= MAX_EXPANDED
 
 
 @pytest.mark.parametrize(
