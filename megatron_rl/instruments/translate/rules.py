@@ -60,9 +60,10 @@ def _name(t: Translation) -> tuple[int, int]:
     remark = "`plan` reads the size of the job from it"
     if t.project == "NeMo-RL" and t["colocated"] is False:
         generating = _generating_gpus(t) or gpus
-        nodes, gpus = (
-            (max(1, nodes - math.ceil(generating / gpus)), gpus) if nodes > 1 else (1, max(1, gpus - generating))
-        )
+        if nodes > 1:
+            nodes = max(1, nodes - math.ceil(generating / gpus))
+        else:
+            gpus = max(1, gpus - generating)
         remark += "; further GPUs generate"
     t.put("name", run_name(str(t["name"] or t.path.stem), nodes, gpus), remark)
     return nodes, gpus
@@ -115,10 +116,8 @@ def _model_and_data(t: Translation) -> None:
         t.guess("model.path", model, f"the checkpoint without {kind}: the learner loads it, and the engine rounds it")
     else:
         t.put("model.path", model)
-    same = [t.values.get(key) for key in ("--save", "--ref-load", "--hf-checkpoint")]
-    if (t.project == "slime" and t["begins_from"] and t["begins_from"] not in same) or t[
-        "begins_from"
-    ] == "resume_path":
+    begins, same = t["begins_from"], [t.values.get(key) for key in ("--save", "--ref-load", "--hf-checkpoint")]
+    if begins == "resume_path" or (t.project == "slime" and begins and begins not in same):
         t.lose("begins_from", "the run begins from other weights; export them, and name their folder in model.path")
     for part, prefix in (("train", ""), ("validation", "val_")):
         columns = ("prompt_key", "answer_key")
@@ -143,11 +142,11 @@ def _sources(t: Translation, given: Any, names: dict[str, str]) -> list[dict[str
         ]
     sources = []
     for word in words:
-        columns = {"prompt_key": "input_key", "answer_key": "output_key"}
-        own = (
-            {ours: str(word[key]) for ours, key in columns.items() if key in word} if isinstance(word, dict) else names
-        )
-        word = word.get("data_path") or word.get("dataset_name") if isinstance(word, dict) else word
+        own = names
+        if isinstance(word, dict):
+            columns = {"prompt_key": "input_key", "answer_key": "output_key"}
+            own = {ours: str(word[key]) for ours, key in columns.items() if key in word}
+            word = word.get("data_path") or word.get("dataset_name")
         sliced = re.fullmatch(r"(.*)@\[0?:(\d+)\]", readable(str(word)))
         source = {"path": sliced[1], "limit": int(sliced[2])} if sliced else {"path": readable(str(word))}
         if t.project == "NeMo-RL" and not re.search(r"[./]", source["path"]):
@@ -159,9 +158,7 @@ def _sources(t: Translation, given: Any, names: dict[str, str]) -> list[dict[str
 
 def _lengths(t: Translation) -> None:
     prompt, response, total = whole(t["prompt"]), whole(t["response"]), whole(t["total"])
-    why = (
-        "the file does not say it" if total is None else f"{t.project} bounds prompt and response together, by {total}"
-    )
+    why = f"{t.project} bounds prompt and response together, by {total}" if total else "the file does not say it"
     if total and response is None:
         response = total if t.project == "NeMo-RL" else max(1, total - (prompt or LONGEST_PROMPT))
     if total and (prompt or LONGEST_PROMPT) + (response or 0) > total:
@@ -178,8 +175,10 @@ def _lengths(t: Translation) -> None:
                 t.guess(ours, otherwise, why)
             else:
                 t.put(ours, value)
-    if t.project != "verl":
-        t.guess("data.prompt.overlong", "drop", f"{t.project} does not leave longer prompts out, and cuts some")
+    if t.project == "NeMo-RL" or (t.project == "slime" and prompt is None):
+        t.guess("data.prompt.overlong", "drop", f"{t.project} takes longer prompts, or cuts them")
+    elif t.project == "slime":
+        t.put("data.prompt.overlong", "drop")
     elif t["overlong"] is True:
         t.put("data.prompt.overlong", "drop")
     elif t["truncation"] in ("left", "right", "middle"):
@@ -249,9 +248,7 @@ def _optimizer(t: Translation) -> None:
         if int(share * total):
             t.put("schedule.warmup_steps", int(share * total), f"of {total} updates")
         else:
-            t.lose(
-                "warmup_share", "schedule.warmup_steps has this share of all updates; `check` says how many they are"
-            )
+            t.lose("warmup_share", "a share of all updates: set schedule.warmup_steps to their number")
     elif warmup > 0:
         t.put("schedule.warmup_steps", warmup * times, remark)
     factor = real(t["warmup_factor"]) or 0
@@ -272,11 +269,10 @@ def _optimizer(t: Translation) -> None:
 
 
 def _layout(t: Translation, gpus: int, most_experts: int) -> None:
-    is_megatron = t.is_megatron
     name = Path(str(t.ours("model.path"))).name
     is_moe = "--num-experts" in t.values or re.search(r"-A\d", name) is not None
     is_moe = is_moe or (name not in KNOWN_MODELS and (whole(t["expert"]) or 1) > 1)
-    if is_megatron:
+    if t.is_megatron:
         t.put("learner.parallel.tensor", whole(t["tensor"]) or 1)
     else:
         asked = max(whole(t["fsdp_tensor"]) or 1, min(4, gpus))
@@ -286,7 +282,7 @@ def _layout(t: Translation, gpus: int, most_experts: int) -> None:
             t.guess("learner.parallel.expert", most_experts, "as for learner.parallel.tensor")
         if t.project == "verl":
             t.guess("learner.offload.gradients", True, "FSDP frees gradients after an update")
-    if is_moe and is_megatron:
+    if is_moe and t.is_megatron:
         t.put("learner.parallel.expert", whole(t["expert"]) or 1)
         inner, tensor = whole(t["expert_tensor"]), t.ours("learner.parallel.tensor")
         if inner is not None or (tensor > 1 and t.project != "NeMo-RL"):
@@ -294,7 +290,7 @@ def _layout(t: Translation, gpus: int, most_experts: int) -> None:
             t.put("learner.parallel.expert_tensor", inner or tensor, remark)
         _router(t)
     kind = t["recompute"] if t.project != "NeMo-RL" or t["recomputes"] is True else None
-    if t["recomputes"] is True and not is_megatron:
+    if t["recomputes"] is True and not t.is_megatron:
         kind = "full"
     if kind in ("full", "selective"):
         t.put("learner.recompute", kind, "of attention and experts" if kind == "selective" else "")
@@ -303,10 +299,8 @@ def _layout(t: Translation, gpus: int, most_experts: int) -> None:
     _microbatch(t)
     if rank := whole(t["rank"]):
         t.put("learner.lora.rank", rank)
-        t.put(
-            "learner.lora.alpha",
-            real(t["alpha"]) or (32.0 if t.key(t.rules["rank"])[0].endswith("lora.rank") else 16.0),
-        )
+        otherwise = 32.0 if t.key(t.rules["rank"])[0].endswith("lora.rank") else 16.0  # verl's two kinds
+        t.put("learner.lora.alpha", real(t["alpha"]) or otherwise)
 
 
 def _router(t: Translation) -> None:
@@ -353,9 +347,7 @@ def _records(t: Translation) -> None:
         t.put("validation.temperature", 0.0, "the likeliest token is what temperature 0 takes")
     for key in ("temperature", "top_p"):
         if t.ours(f"validation.{key}") is None:
-            t.put(
-                f"validation.{key}", t.ours(f"rollout.{key}"), f"{t.project} samples held-out responses as in training"
-            )
+            t.put(f"validation.{key}", t.ours(f"rollout.{key}"), "held-out responses are sampled as in training")
     first, every = False if t["not_at_start"] is True else t["at_start"], t.ours("validation.every")
     if first is not None and first is not bool(every) and (first is False or t.is_set("at_start")):
         t.put("validation.at_start", first)
