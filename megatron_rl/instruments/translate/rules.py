@@ -177,9 +177,7 @@ def _lengths(t: Translation) -> None:
                 t.put(ours, value)
     if t.project == "NeMo-RL" or (t.project == "slime" and prompt is None):
         t.guess("data.prompt.overlong", "drop", f"{t.project} takes longer prompts, or cuts them")
-    elif t.project == "slime":
-        t.put("data.prompt.overlong", "drop")
-    elif t["overlong"] is True:
+    elif t.project == "slime" or t["overlong"] is True:
         t.put("data.prompt.overlong", "drop")
     elif t["truncation"] in ("left", "right", "middle"):
         t.put("data.prompt.truncation", t["truncation"])
