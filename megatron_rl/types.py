@@ -28,7 +28,7 @@ class Prompt:
     text: str = ""  # the tokenized text, for logs and batches on disk
     data_source: str = ""  # selects the reward if the recipe has `reward.name: by_source`
     extra: dict[str, Any] = field(default_factory=dict)
-    weight: float = 1.0  # factor of its responses' advantages; see `data.curriculum.unbiased`
+    weight: float = 1.0  # factor of its responses' advantages
     occurrence: int = 0  # number of earlier requests for this prompt in the same step
 
 

@@ -4,7 +4,7 @@
 # only the folders that they name.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-VENV=${VENV:-.venv} TEST_CACHE=.cache WANTED=${*:-transformer-engine wandb mlflow swanlab}
+VENV=${VENV:-.venv} TEST_CACHE=.cache WANTED=${*:-transformer-engine wandb}
 
 say() { printf 'setup: %s\n' "$*"; }
 mkdir -p "$TEST_CACHE"
@@ -35,10 +35,8 @@ if is_wanted transformer-engine && fetch "$folder" tests/support/te/requirements
   echo "$stamp" >"$folder/.ready"
 fi
 
-# The clients of monitor.sinks. They ask for versions that do not go together: a folder each.
-for name in wandb mlflow swanlab; do
-  folder=$TEST_CACHE/sinks/$name
-  if is_wanted "$name" && fetch "$folder" "tests/support/sinks/$name.txt" "the client of $name for the tests (60 MB)"; then
-    echo "$stamp" >"$folder/.ready"
-  fi
-done
+# The client of monitor.sinks.wandb, in a folder of its own.
+folder=$TEST_CACHE/sinks/wandb
+if is_wanted wandb && fetch "$folder" tests/support/sinks/wandb.txt "the client of wandb for the tests (60 MB)"; then
+  echo "$stamp" >"$folder/.ready"
+fi

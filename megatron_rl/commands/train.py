@@ -82,8 +82,7 @@ def run_eval(options: argparse.Namespace) -> int:
 
     Without `--data` the files are the recipe's data.validation. A row has the number of problems, n (responses per
     problem), the mean reward, pass@k, the mean length of a response in tokens and the share that was cut. `--output`
-    also writes ….samples.jsonl (responses) and ….prompts.jsonl (each prompt's success rate, which
-    data.curriculum.success_rates reads).
+    also writes ….samples.jsonl (responses).
     """
     from megatron_rl.config import load_recipe
 

@@ -24,8 +24,6 @@ class DataSourceConfig(Section):
     answer_key: str | None = None
     """Column of the gold answer; dots descend into nested objects. null: `reward_model.ground_truth`, `answer` or
     `ground_truth`, in this order."""
-    id_key: str | None = None
-    """Column of a unique name of each row. null: `id` where the file has it, else the row's number counted from 0."""
     limit: PositiveInt | None = None
     """Read only the first this many rows. null: all of them."""
     weight: PositiveFloat | None = None
@@ -86,40 +84,6 @@ class PromptConfig(Section):
 Sources = Annotated[list[DataSourceConfig], ShortList("path")]
 
 
-class CurriculumConfig(Section):
-    """Fewer visits for prompts that are too easy or too hard at present, by what was measured of them in the run."""
-
-    easy_threshold: float = Field(1.0, gt=0, le=1)
-    """A prompt is easy where at least this share of its responses was solved when it was last sampled."""
-    hard_threshold: float = Field(0.0, ge=0, lt=1)
-    """A prompt is hard where at most this share of its responses was solved when it was last sampled."""
-    easy_fraction: float = Field(1.0, gt=0, le=1)
-    """Share of the easy prompts that an epoch visits, drawn anew for each; above 0, so that each is measured again."""
-    hard_fraction: float = Field(1.0, gt=0, le=1)
-    """Share of the hard prompts that an epoch visits."""
-    order: Literal["shuffled", "easy_first"] = "shuffled"
-    """Order within an epoch: `data.shuffle`'s, or by falling share of solved responses, unmeasured prompts last."""
-    unbiased: bool = False
-    """Multiply advantages by the inverse chance of the prompt's visit, so that the mean over an epoch is that over all
-    prompts. false: the gradient is that of the prompts visited. Needs order shuffled."""
-    success_rates: Annotated[str | None, LookedUp()] = None
-    """What is known before the run: ….prompts.jsonl of `megatron-rl eval --output`, or lines of
-    {"prompt_id": …, "success_rate": …}. null: every prompt counts as neither easy nor hard until it was sampled."""
-
-    @model_validator(mode="after")
-    def _thresholds_and_order_fit(self) -> CurriculumConfig:
-        if self.hard_threshold >= self.easy_threshold:
-            raise ValueError(
-                f"hard_threshold {self.hard_threshold:g} is not below easy_threshold {self.easy_threshold:g}; "
-                "a prompt would be easy and hard"
-            )
-        if self.unbiased and self.order != "shuffled":
-            raise ValueError(
-                f"unbiased: true with order {self.order}, where a batch holds prompts of one difficulty; use shuffled"
-            )
-        return self
-
-
 class DataConfig(Section):
     train: Sources = Field(min_length=1)
     """Problems to train on: one source or a list, concatenated. A bare path stands for {path: ...}."""
@@ -136,8 +100,6 @@ class DataConfig(Section):
     """A new order every epoch, drawn from (seed, epoch). false: file order every epoch."""
     seed: NonNegativeInt = 0
     """Seed of that order, and of what `train_fraction` draws."""
-    curriculum: CurriculumConfig | None = None
-    """How often an epoch visits a prompt, by its measured difficulty. null: once."""
 
     @property
     def weights(self) -> dict[str, float]:

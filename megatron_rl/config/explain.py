@@ -104,7 +104,7 @@ def _expanded(value: Any, field: FieldInfo) -> Any:
 
 def anchored(values: dict[str, Any], schema: type[BaseModel], *folders: Path) -> dict[str, Any]:
     """Return ``values`` with paths to read replaced by the first of ``folders`` that has them, names of the hub by what
-    its cache holds; else as written. InputError for a name that says too little (`hub.cached`)."""
+    its cache holds; else as written. InputError for a name that says too little (`base.cached`)."""
 
     def look_up(value: Any, field: FieldInfo) -> Any:
         mark = next((mark for mark in field.metadata if isinstance(mark, LookedUp)), None)
@@ -218,8 +218,8 @@ def _describe(item: Any, place: Place, schema: type[BaseModel]) -> list[str]:
     kind, where, shown_value = item["type"], dotted(place.keys), shown(item["input"])
     message = item["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":
-        if where in REMOVED:
-            return [f"{where}: removed: {REMOVED[where].reason}"]
+        if (removed := REMOVED.get(dotted([key for key in place.keys if isinstance(key, str)]))) is not None:
+            return [f"{where}: removed: {removed[1]}; leave it out"]
         if theirs := foreign_keys.hint(where):
             return [f"{where}: unknown key{_of_variant(place)}; {theirs}{_allowed(place)}"]
         return [f"{where}: unknown key{_of_variant(place)}{_remedy(place, schema)}"]

@@ -122,8 +122,6 @@ rollout.max_num_seqs int             | rollout.max_num_seqs=256 | --sglang-max-r
 rollout.max_num_batched_tokens int   | rollout.max_num_batched_tokens |
     | vllm.max_num_batched_tokens gen.vllm_kwargs.max_num_batched_tokens
 rollout.enforce_eager same           | rollout.enforce_eager | | vllm.enforce_eager
-rollout.enable_prefix_caching same   | rollout.enable_prefix_caching=true |
-    | vllm.enable_prefix_caching gen.vllm_kwargs.enable_prefix_caching
 rollout.seed int                     | rollout.seed | |
 rollout.quantization.weights fp8     | rollout.quantization | | vllm.precision
 rollout.quantization.kv_cache fp8    | | | vllm.kv_cache_dtype
@@ -187,8 +185,6 @@ schedule.warmup_from @warmup_factor  | | | policy.scheduler.LinearLR.start_facto
 schedule.style @style                | actor.optim.warmup_style actor.optim.lr_scheduler_type actor.optim.lr_decay_style
     | --lr-decay-style=linear | mcore.scheduler.lr_decay_style
 schedule.decay_steps @decay          | actor.optim.lr_decay_steps | --lr-decay-iters | mcore.scheduler.lr_decay_iters
-schedule.weight_decay_end float      | | --end-weight-decay |
-schedule.weight_decay_style ramp     | | --weight-decay-incr-style |
 schedule.min_lr @min_lr              | actor.optim.min_lr=0.0 | --min-lr=0.0 | mcore.optimizer.min_lr=0.0
 schedule.min_lr @min_lr_ratio        | actor.optim.min_lr_ratio | |
 
@@ -260,7 +256,7 @@ WITHOUT = """
 Adam is the optimizer
     | | --optimizer=adam | mcore.optimizer.optimizer=adam policy.optimizer.name=torch.optim.AdamW
 weight decay stays as it is
-    | actor.optim.weight_decay_incr_style=constant | | mcore.scheduler.weight_decay_incr_style=constant
+    | actor.optim.weight_decay_incr_style=constant | --end-weight-decay --weight-decay-incr-style=constant | mcore.scheduler.weight_decay_incr_style=constant
 nothing
     | actor_rollout_ref.ref.* critic.* trainer.critic_warmup algorithm.gamma algorithm.lam algorithm.kl_ctrl.*
     algorithm.kl_penalty *.kl_loss_type ray_kwargs.* model_engine *.strategy trainer.device *.use_mbridge
@@ -311,7 +307,9 @@ stages of the pipeline have the same number of layers, and are not interleaved
     | --decoder-*-pipeline-num-layers --num-layers-per-virtual-pipeline-stage
     | mcore.num_layers_in_*
 this project sets Megatron's fields, and learner.megatron those that it does not | own.* | | mcore.model_overrides.*
-the engine has its own value; speed and memory may differ | rollout.max_model_len rollout.enable_chunked_prefill | |
+the engine has its own value; speed and memory may differ
+    | rollout.max_model_len rollout.enable_chunked_prefill rollout.enable_prefix_caching=true |
+    | vllm.enable_prefix_caching gen.vllm_kwargs.enable_prefix_caching
 experts and layers of an engine are cut by rollout.tensor_parallel alone
     | rollout.expert_parallel_size=1 rollout.moe_tensor_parallel_size=1 rollout.data_parallel_size=1 |
     | vllm.expert_parallel_size=1 vllm.pipeline_parallel_size=1

@@ -278,10 +278,6 @@ class ScheduleConfig(Section):
     """Lower the rate of each update, in any style, by the effective sample size of its mini-batch, as a share ρ of its
     sequences (arXiv 2602.17616): where few sequences carry most of the importance weight, the step is shorter. A rule's
     name alone stands for its defaults. null: off."""
-    weight_decay_end: float | None = Field(None, ge=0)
-    """Weight decay reached at the last step, from learner.optimizer.weight_decay; null: it stays constant."""
-    weight_decay_style: Literal["linear", "cosine"] = "linear"
-    """How the weight decay moves where `weight_decay_end` is given."""
 
     @model_validator(mode="after")
     def _keys_of_one_style(self) -> ScheduleConfig:

@@ -15,8 +15,6 @@ from pydantic import Field, PositiveInt, ValidationError, model_validator
 from megatron_rl.config.base import OffCount, Section
 from megatron_rl.config.objective import ObjectiveConfig
 
-# `monitor.sinks`: services for experiments that a run's metrics also go to, each through its own client.
-
 
 class WandbSinkConfig(Section):
     """Weights & Biases (package `wandb`). The key comes from `wandb login` or WANDB_API_KEY, never from a recipe."""
@@ -25,51 +23,15 @@ class WandbSinkConfig(Section):
     """The service's project; made where it is not there."""
     entity: str | None = None
     """Team or user; null: the key's own."""
-    name: str | None = None
-    """null: the name of the run directory."""
     group: str | None = None
     """Runs with the same group are drawn as one, as seeds of one arm."""
-    tags: list[str] = []
-    """Labels by which the service finds runs."""
     mode: Literal["online", "offline"] = "online"
     """offline: everything stays in RUN/wandb until `wandb sync`."""
 
 
-class MlflowSinkConfig(Section):
-    """MLflow (package `mlflow`). Passwords and tokens come from MLFLOW_TRACKING_… variables, never from a recipe."""
-
-    experiment: str = "megatron_rl"
-    """Made where it is not there."""
-    name: str | None = None
-    """null: the name of the run directory."""
-    tracking_uri: str | None = None
-    """null: MLFLOW_TRACKING_URI, and where that is not set the database RUN/mlflow.db."""
-
-
-class SwanlabSinkConfig(Section):
-    """SwanLab (package `swanlab`). The key comes from `swanlab login` or SWANLAB_API_KEY, never from a recipe."""
-
-    project: str = "megatron_rl"
-    """The service's project; made where it is not there."""
-    workspace: str | None = None
-    """null: the key's own."""
-    name: str | None = None
-    """null: the name of the run directory."""
-    tags: list[str] = []
-    """Labels by which the service finds runs."""
-    mode: Literal["online", "offline"] = "online"
-    """offline: everything stays in RUN/swanlab until `swanlab sync`."""
-
-
 class SinksConfig(Section):
-    """Each null: not used. `{}` takes the defaults: `--set monitor.sinks.wandb={}`."""
-
     wandb: WandbSinkConfig | None = None
-    """Weights & Biases."""
-    mlflow: MlflowSinkConfig | None = None
-    """MLflow."""
-    swanlab: SwanlabSinkConfig | None = None
-    """SwanLab."""
+    """Weights & Biases. null: not used; `{}` takes the defaults: `--set monitor.sinks.wandb={}`."""
 
 
 Action = Literal["warn", "decay_lr", "save", "record_batch", "rollback", "stop"]
@@ -101,9 +63,6 @@ class AlarmRule(Section):
     """The rule's condition holds while the statistic is smaller than this."""
     for_steps: PositiveInt = 1
     """Consecutive observations for which the condition must hold."""
-    again_after: PositiveInt | None = None
-    """Goes off again each time the condition has held for this many further steps; null: once, until the condition
-    has ceased and come back."""
     then: list[Action] = Field(["warn"], min_length=1)
     """warn: say so. decay_lr: halve the learning rate (not below min_lr). save: write a checkpoint. record_batch:
     write the step's batch to batches/. rollback: go back to the newest checkpoint from before the rule's condition
@@ -130,19 +89,15 @@ class SamplesConfig(Section):
     every: OffCount = 10
     """Steps between them; null or 0: none."""
     number: PositiveInt = 4
-    """Responses of such a step: the best and the worst rewarded, the longest, then the first ones."""
-    max_chars: PositiveInt = 4000
-    """Most characters of a prompt and of a response; of longer text the middle is left out."""
-    max_mib: float = Field(64.0, gt=0)
-    """Most that samples.jsonl holds; the older half goes to make room. Also the most that TensorBoard gets from one
-    start of a run, which keeps no texts beyond it: event files cannot be shortened."""
+    """Responses of such a step: the best and the worst rewarded, the longest, then the first ones. Of longer text
+    than 4000 characters the middle is left out, and of more than 64 MiB in samples.jsonl the older half."""
 
 
 class MonitorConfig(Section):
     tensorboard: bool = True
     """Write TensorBoard event files."""
     sinks: SinksConfig = SinksConfig()
-    """Services that get the same metrics: Weights & Biases, MLflow, SwanLab."""
+    """Services that get the same metrics."""
     terminal: Literal["auto", "live", "plain", "off"] = "auto"
     """live: coloured lines above a status line with progress, phase and ETA. plain: one line per step. auto: live
     where standard output is a terminal, else plain. log.txt has the plain lines in every case."""
@@ -150,8 +105,6 @@ class MonitorConfig(Section):
     """Which sampled texts are written, and how much of them."""
     plots: bool = True
     """Draw plots/curves.png at the end of the run."""
-    noise_ema: float = Field(0.9, ge=0, lt=1)
-    """Decay per step of the running means behind noise/grad_norm_ema and noise/gns."""
     gradient_noise: bool = True
     """Measure in every update what noise/gns, noise/update_rms and noise/relative_update need. One pass over the
     gradients, one over Adam's moments; phase `noise`. The noise scale also needs two data-parallel ranks, or two

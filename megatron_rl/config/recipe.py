@@ -7,7 +7,6 @@ returns messages that name keys, values found and values allowed; an empty list 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import model_validator
@@ -26,7 +25,6 @@ def section_problems(recipe: RecipeSections) -> list[str]:
         schedule_problems(
             recipe.schedule,
             recipe.learner.optimizer.lr,
-            recipe.learner.optimizer.weight_decay,
             total_steps=recipe.num_updates if recipe.num_steps else math.inf,
         )
     )
@@ -191,7 +189,6 @@ def epoch_problems(recipe: RecipeSections) -> list[str]:
     keys = {
         "batch.filter_groups": recipe.batch.filter_groups,
         "batch.oversample": recipe.batch.oversample is not None,
-        "data.curriculum": recipe.data.curriculum is not None,
         "weights in data.train": bool(recipe.data.weights),
     }
     return [
@@ -333,7 +330,7 @@ def oversample_problems(batch: BatchConfig, rollout: RolloutConfig) -> list[str]
     return problems
 
 
-def schedule_problems(schedule: ScheduleConfig, lr: float, weight_decay: float, total_steps: float) -> list[str]:
+def schedule_problems(schedule: ScheduleConfig, lr: float, total_steps: float) -> list[str]:
     """What does not fit the optimizer's numbers or the length of the run; empty where all does."""
     problems = []
     if schedule.floor(lr) > lr:
@@ -344,11 +341,6 @@ def schedule_problems(schedule: ScheduleConfig, lr: float, weight_decay: float, 
         problems.append(
             f"schedule.warmup_steps: {schedule.warmup_steps} leaves nothing of the "
             f"{schedule.decay_steps or total_steps} steps for the decay"
-        )
-    if schedule.weight_decay_end is not None and schedule.weight_decay_end < weight_decay:
-        problems.append(
-            f"schedule.weight_decay_end: {schedule.weight_decay_end} is below learner.optimizer.weight_decay "
-            f"({weight_decay}); Megatron's weight decay only grows"
         )
     return problems
 
@@ -428,37 +420,43 @@ def exact_problems(recipe: RecipeSections) -> list[str]:
     return problems
 
 
-@dataclass(frozen=True)
-class Removed:
-    """A key that earlier versions had."""
-
-    neutral: Any
-    """The value at which it did nothing: resolved recipes of earlier runs hold it, and are read without it."""
-    reason: str
-    """What a recipe with another value is told."""
-
-
-REMOVED = {
-    "learner.compile": Removed(
-        False, "torch.compile made an update on CPUs a tenth faster and had no use on GPUs; leave it out"
-    ),
-    "learner.loss_scale.growth_factor": Removed(2.0, "the loss scale grows by 2; leave it out"),
-    "monitor.repetition_ngram": Removed(8, "response/repetition_frac counts n-grams of 8 tokens; leave it out"),
-    "monitor.show_sample_every": Removed(
-        0, "`megatron-rl run samples RUN` prints the responses that monitor.samples keeps; leave it out"
-    ),
+REMOVED: dict[str, tuple[Any, str]] = {
+    "learner.compile": (False, "torch.compile made an update on CPUs a tenth faster and had no use on GPUs"),
+    "learner.loss_scale.growth_factor": (2.0, "the loss scale grows by 2"),
+    "monitor.repetition_ngram": (8, "response/repetition_frac counts n-grams of 8 tokens"),
+    "monitor.show_sample_every": (0, "`megatron-rl run samples RUN` prints the responses that monitor.samples keeps"),
+    "monitor.sinks.mlflow": (None, "MLflow's importers read the TensorBoard files of a run"),
+    "monitor.sinks.swanlab": (None, "`swanlab convert -t tensorboard` reads the TensorBoard files of a run"),
+    "monitor.sinks.wandb.name": (None, "a run has the name of its directory"),
+    "monitor.sinks.wandb.tags": ([], "the client takes tags from WANDB_TAGS"),
+    "monitor.samples.max_chars": (4000, "a text has at most 4000 characters"),
+    "monitor.samples.max_mib": (64.0, "samples.jsonl holds at most 64 MiB"),
+    "monitor.noise_ema": (0.9, "running means decay by 0.9 a step"),
+    "monitor.alarms.again_after": (None, "a rule goes off once, until its condition has ceased and come back"),
+    "data.train.id_key": (None, "rows are named by their column id, else by their number"),
+    "data.validation.id_key": (None, "rows are named by their column id, else by their number"),
+    "data.curriculum": (None, "every epoch visits every prompt once; `paper sanity-set` keeps problems by difficulty"),
+    "validation.repeated_rows": ("merge", "equal rows are one problem; raise validation.num_samples"),
+    "rollout.enable_prefix_caching": (True, "equal beginnings of prompts are always computed once"),
+    "schedule.weight_decay_end": (None, "the weight decay stays learner.optimizer.weight_decay"),
+    "schedule.weight_decay_style": ("linear", "the weight decay stays learner.optimizer.weight_decay"),
+    "exact.noise.in_validation": (False, "validation measures the policy without the dose"),
 }
+"""Keys that earlier versions had: the value at which each did nothing, and what a recipe with another value is told.
+Resolved recipes of earlier runs hold them, and are read without them. The way to a key leads through lists."""
 
 
 def without_removed(values: Any) -> Any:
-    """Return ``values`` of a recipe without the `REMOVED` keys that have their neutral value."""
-    for path, removed in REMOVED.items():
-        values = _without(values, path.split("."), removed.neutral)
+    """Return ``values`` of a recipe without the `REMOVED` keys that have no effect."""
+    for path, (neutral, _) in REMOVED.items():
+        values = _without(values, path.split("."), neutral)
     return values
 
 
 def _without(values: Any, path: list[str], neutral: Any) -> Any:
     key, *below = path
+    if isinstance(values, list):
+        return [_without(item, path, neutral) for item in values]
     if not isinstance(values, dict) or key not in values:
         return values
     removed = values[key]
@@ -470,7 +468,7 @@ def _without(values: Any, path: list[str], neutral: Any) -> Any:
 
 
 class Recipe(RecipeSections):
-    """All sections (`config.sections`), and the promise that they go together (`config.rules`)."""
+    """All sections (`config.sections`), and the promise that they go together (`section_problems`)."""
 
     @model_validator(mode="before")
     @classmethod

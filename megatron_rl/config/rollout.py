@@ -183,8 +183,6 @@ class RolloutConfig(Section):
     enforce_eager: bool | None = None
     """Run without compilation and CUDA graphs. null: true on a CPU, where compiling takes half a minute at every start,
     wants a C++ compiler and makes generation a tenth faster; else false."""
-    enable_prefix_caching: bool = True
-    """Reuse the key/value cache of equal beginnings of prompts; it is emptied at every weight update."""
     deadline_s: PositiveFloat | None = 3600.0
     """A rollout phase that takes longer than this many seconds ends the run with an error. null: no limit."""
     verify_refit: bool = True
@@ -320,8 +318,6 @@ class NoiseConfig(Section):
     """`exact/log_rho_std` that the dose is held at: after each step's rollout `std` (or `strength`) is multiplied by
     (hold / measured)^(1/4), by 1/2 to 2. Its first value is the recipe's. null: the dose stays as it is. Not with kind
     stale."""
-    in_validation: bool = False
-    """Validation samples with the dose, too. false: it measures the policy, not the dose."""
 
     @property
     def quantization(self) -> QuantizationConfig:
@@ -376,15 +372,3 @@ class ExactConfig(Section):
         if self.noise_std and self.noise is not None:
             raise ValueError(f"noise_std: {self.noise_std:g} beside noise, of which it is the short form; remove one")
         return self
-
-
-ROUTES_BY_BLOCKS = (0, 31)
-"""The first vLLM that keeps recorded routes by blocks of its prefix cache."""
-
-
-def no_prefix_cache(version: str) -> str:
-    """What is wrong with a recipe that records routes in such a vLLM without that cache."""
-    return (
-        f"rollout.enable_prefix_caching: false, but vLLM {version} records routes in its prefix cache; "
-        "set true, or install vLLM 0.30, or record no routes (routing.replay: off or R2)"
-    )

@@ -149,14 +149,12 @@ class ValidationConfig(Section):
     at_start: bool | None = None
     """Validate before the first step. null: where `every` is not 0."""
     num_samples: PositiveInt = 1
-    """Responses per held-out prompt (n of avg@n and pass@n)."""
+    """Responses per held-out prompt (n of avg@n and pass@n). Rows that make the same prompt with the same answer are
+    one (AIME-2024's public file holds each problem 32 times)."""
     temperature: float = Field(1.0, ge=0, le=2)
     """Sampling temperature of validation; 0 is greedy. Other values below 0.01 are refused: vLLM would raise them."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Validation samples from the smallest set of tokens whose probabilities reach this sum. 1: from all."""
-    repeated_rows: Literal["merge", "keep"] = "merge"
-    """Rows of data.validation that make the same prompt with the same answer. merge: one problem, sampled num_samples
-    times (AIME-2024's public file holds each problem 32 times). keep: each is sampled num_samples times."""
     limit: PositiveInt | None = None
     """Use only the first this many held-out prompts. null: all."""
 

@@ -321,13 +321,12 @@ def load_train(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSe
 
 
 def load_validation(data: DataConfig, validation: ValidationConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
-    """Return the prompts of `data.validation`; `validation.repeated_rows: merge` keeps the first of equal rows."""
+    """Return the prompts of `data.validation`; of equal rows the first."""
     prompts = load_prompts(data.validation, tokenizer, data.prompt, cache_folder(data.cache))
-    if validation.repeated_rows == "keep" or prompts.num_different == len(prompts):
+    if prompts.num_different == len(prompts):
         return prompts
     logger.warning(
-        "data.validation: %d rows hold %d problems; each is sampled validation.num_samples times "
-        "(validation.repeated_rows: keep samples every row)",
+        "data.validation: %d rows hold %d problems; each is sampled validation.num_samples times",
         len(prompts),
         prompts.num_different,
     )

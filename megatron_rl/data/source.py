@@ -102,12 +102,12 @@ def read_problems(config: DataSourceConfig) -> Iterator[Problem]:
     for number, (where, row) in enumerate(islice(_rows(config), config.limit)):
         columns = columns or find_columns(config, row)
         if columns.id is None and row.get("id") is not None:
-            raise InputError(f"{where}: column 'id' is null in the first row and not here; fill it in, or set id_key")
+            raise InputError(f"{where}: column 'id' is null in the first row and not here; fill it in")
         if media := [name for name in _MEDIA_KEYS if row.get(name)]:
             raise InputError(_no_media(where, media[0]))
         key = str(number) if columns.id is None else _scalar(row, columns.id, where)
         if key in seen:
-            raise InputError(f"{where}: id {key!r} occurs twice, first in {seen[key]}; set id_key to a unique column")
+            raise InputError(f"{where}: id {key!r} occurs twice, first in {seen[key]}; rename one")
         if columns.id is not None:
             seen[key] = where
         yield Problem(
@@ -151,9 +151,7 @@ def find_columns(config: DataSourceConfig, row: dict[str, Any]) -> Columns:
 
     prompt = resolve("prompt", config.prompt_key, PROMPT_KEYS)
     answer = resolve("answer", config.answer_key, ANSWER_KEYS)
-    if config.id_key:
-        resolve("id", config.id_key, ())
-    return Columns(prompt, answer, config.id_key or ("id" if row.get("id") is not None else None))
+    return Columns(prompt, answer, "id" if row.get("id") is not None else None)
 
 
 def answer_text(value: Any) -> str | None:
@@ -358,7 +356,7 @@ def _rows(config: DataSourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         raise InputError(f"{config.path}: no such file (looked in {path.resolve().parent}){hint}")
     if path.suffix == ".jsonl":
         return jsonl_rows(path)
-    keys = (config.prompt_key, config.answer_key, config.id_key, *PROMPT_KEYS, *ANSWER_KEYS)
+    keys = (config.prompt_key, config.answer_key, *PROMPT_KEYS, *ANSWER_KEYS)
     names = column_names(path)
     for name in _MEDIA_KEYS:
         if any(column == name or column.startswith(f"{name}.") for column in names) and has_values(path, name):

@@ -165,15 +165,15 @@ class ExactGenerator:
     ) -> list[Group]:
         check_version("the learner holds", self._policy_version, policy_version)
         start, config = time.perf_counter(), self._dose.config
-        is_dosed = config is not None and (sampling is None or config.in_validation)
-        is_training, sampling = sampling is None, sampling or Sampling.from_config(self._config)
+        is_dosed = config is not None and sampling is None  # validation measures the policy without the dose
+        sampling = sampling or Sampling.from_config(self._config)
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
         owners = self.policy.owners(len(requests))
         dose = self._dose if is_dosed else Dose(None, self._config.seed)
         held = self._generate(requests, owners, sampling, step, dose)
         rollouts = known_everywhere(requests, owners, held)
         self._stats |= self.policy.stats | throughput(rollouts, time.perf_counter() - start)
-        if is_dosed and is_training and step != self._measured:  # `acceptance` samples again in the same step
+        if is_dosed and step != self._measured:  # `acceptance` samples again in the same step
             self._measured = step
             self._stats |= (measured := size_of(held)) | {"exact/dose": self._dose.size}
             if measured:

@@ -318,9 +318,8 @@ def build_scheduler(
     Raises `InputError` where the schedule does not fit the optimizer's numbers or the run's length.
     """
     lr, weight_decay = optimizer_config.lr, optimizer_config.weight_decay
-    if problems := schedule_problems(config, lr, weight_decay, total_updates):
+    if problems := schedule_problems(config, lr, total_updates):
         raise InputError("; ".join(problems))
-    grows = config.weight_decay_end is not None
     return LengthDecayScheduler(
         optimizer,
         init_lr=min(config.warmup_from, lr) if config.warmup_steps else lr,
@@ -331,9 +330,9 @@ def build_scheduler(
         lr_decay_steps=max(config.decay_steps or total_updates, config.warmup_steps + 1),
         lr_decay_style=config.style,
         start_wd=weight_decay,
-        end_wd=config.weight_decay_end if grows else weight_decay,
+        end_wd=weight_decay,
         wd_incr_steps=max(total_updates, 1),
-        wd_incr_style=config.weight_decay_style if grows else "constant",
+        wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
         length_decay=LengthDecay(config) if config.style == STYLE else None,

@@ -134,9 +134,7 @@ class _RuleState:
         self.held = self.held + 1 if self._condition() else 0
         if self.held == 1:
             self.onset = int(self.points[0][0]) if self._looks_back() else step
-        rule = self.rule
-        over = self.held - rule.for_steps
-        return over == 0 or (over > 0 and rule.again_after is not None and over % rule.again_after == 0)
+        return self.held == self.rule.for_steps
 
     def resume(self) -> None:
         """Prepare for a run that continues from a later step: a rule with once=True is not checked again."""

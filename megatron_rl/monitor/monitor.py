@@ -97,6 +97,9 @@ class RunningMean:
         self._sum, self._weight = state["sum"], state["weight"]
 
 
+NOISE_DECAY = 0.9  # of the running means, per step
+
+
 class NoiseMonitor:
     """Computes `noise/grad_norm_ema`, and `noise/gns` if the learner reports the squared norms that it needs.
 
@@ -105,7 +108,7 @@ class NoiseMonitor:
 
     INPUTS = ("noise/sq_small", "noise/sq_big", "noise/batch_small", "noise/batch_big")
 
-    def __init__(self, decay: float) -> None:
+    def __init__(self, decay: float = NOISE_DECAY) -> None:
         self.grad_norm, self.scale = RunningMean(decay), GradientNoiseScale(decay)
 
     def observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -297,7 +300,7 @@ class Monitor:
         self.timer = timer or PhaseTimer()
         self.alarms = Alarms(config.alarms, [*BUILT_IN, *levels], first_alarms)
         self.gone_off: dict[str, int] = {}  # rule → the first step at which it went off
-        self._noise = NoiseMonitor(config.noise_ema)
+        self._noise = NoiseMonitor()
         self._growth = LogGrowth(config.growth_window)
         self._hacking = StepCorrelation()
         self.latest: dict[str, float] = {}  # all metrics of the latest record, on the main rank
@@ -308,7 +311,7 @@ class Monitor:
             self._terminal = TerminalSink(self.run_dir.log, config.terminal, recipe_summary.get("num_steps"))
             self._record = JsonlSink(self.run_dir.metrics)
             self._sinks = {"metrics.jsonl": self._record, "terminal": self._terminal}
-            self._samples = SampleFile(self.run_dir.samples, config.samples.max_mib)
+            self._samples = SampleFile(self.run_dir.samples)
             self._room_for_texts = self._samples.max_bytes  # that sample texts may still take in TensorBoard's files
             if config.tensorboard:
                 self._sinks["tensorboard"] = TensorBoardSink(self.run_dir.tensorboard)

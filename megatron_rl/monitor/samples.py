@@ -87,7 +87,10 @@ def rollout_metrics(groups: Sequence[Group], ngram: int = REPETITION_NGRAM) -> d
     }
 
 
-def shorten(text: str, max_chars: int) -> str:
+MAX_CHARS, MAX_BYTES = 4000, 64 << 20  # of a text; of the file, and of what TensorBoard gets from one start
+
+
+def shorten(text: str, max_chars: int = MAX_CHARS) -> str:
     """Return ``text``; if it is too long, its beginning and end with a note of how many characters are left out."""
     if len(text) <= max_chars:
         return text
@@ -128,14 +131,14 @@ def collect(
         {
             "step": step,
             "why": why,
-            **describe(*pairs[place], config.max_chars),
+            **describe(*pairs[place]),
             "rho": (ratios or {}).get(place),
         }
         for why, place in choose(groups, config.number)
     ]
 
 
-def describe(prompt: Prompt, rollout: Rollout, max_chars: int) -> dict[str, Any]:
+def describe(prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
     """Return one response with its figures; ``length`` in tokens, ``finish`` as in `Rollout.finish_reason`."""
     return {
         "prompt_id": prompt.id,
@@ -144,9 +147,9 @@ def describe(prompt: Prompt, rollout: Rollout, max_chars: int) -> dict[str, Any]
         "raw_reward": rollout.raw_reward,
         "finish": rollout.finish_reason,
         "length": rollout.length,
-        "answer": shorten(prompt.answer, max_chars),
-        "prompt": shorten(prompt.text, max_chars),
-        "response": shorten(rollout.text, max_chars),
+        "answer": shorten(prompt.answer),
+        "prompt": shorten(prompt.text),
+        "response": shorten(rollout.text),
     }
 
 
@@ -169,10 +172,10 @@ def rho_summary(sequence: Trained) -> dict[str, float] | None:
 
 
 class SampleFile:
-    """Appends samples to ``path``. At ``max_mib`` it drops the older half."""
+    """Appends samples to ``path``. At ``max_bytes`` it drops the older half."""
 
-    def __init__(self, path: Path, max_mib: float) -> None:
-        self.path, self.max_bytes = path, int(max_mib * 2**20)
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
+        self.path, self.max_bytes = path, max_bytes
 
     def resume_at(self, step: int) -> None:
         """Drop the samples of ``step`` and later."""
@@ -338,14 +341,6 @@ def confidence_interval(means: Sequence[float]) -> tuple[float, float]:
     centre = (mean + Z_95**2 / (2 * trials)) / (1 + Z_95**2 / trials)
     half = Z_95 / (1 + Z_95**2 / trials) * math.sqrt(mean * (1 - mean) / trials + Z_95**2 / (4 * trials**2))
     return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def success_rates(groups: Iterable[Group]) -> dict[str, float]:
-    """Return, by prompt id, the share of scored responses that solved the problem, over all its groups."""
-    solved: defaultdict[str, list[bool]] = defaultdict(list)
-    for group in groups:
-        solved[group.prompt.id] += [rollout.raw_reward >= CORRECT for rollout in group.scored]
-    return {name: sum(outcomes) / len(outcomes) for name, outcomes in solved.items() if outcomes}
 
 
 def summarise(groups: Iterable[Group]) -> dict[str, float]:

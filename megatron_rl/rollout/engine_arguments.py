@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_rl.config.rollout import ON_CUDA, QuantizationConfig, RolloutConfig
 from megatron_rl.model.architecture import read_architecture
 from megatron_rl.model.families import FAMILIES
-from megatron_rl.rollout.route_store import wants_prefix_cache
+from megatron_rl.rollout import route_store
 
 VLLM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32"}
 CPU_KV_CACHE_GIB = 0.25
@@ -42,7 +42,7 @@ def engine_arguments(
     architecture = read_architecture(model_path)
     FAMILIES[architecture.model_type].register()
 
-    keeps_cache = wants_prefix_cache(config, record_routes)
+    keeps_cache = record_routes and route_store.has_store()
     kv_cache_gib = config.kv_cache_gib or (CPU_KV_CACHE_GIB if device == "cpu" else None)
     in_a_world = dist.is_initialized() and dist.get_world_size() > 1
     arguments = {
@@ -55,7 +55,7 @@ def engine_arguments(
         "kv_cache_memory_bytes": int(kv_cache_gib * GIB) if kv_cache_gib else None,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enforce_eager": runs_eagerly(config, device),
-        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_prefix_caching": True,
         "enable_return_routed_experts": record_routes,
         "logprobs_mode": "processed_logprobs",  # log mu of what was sampled from, also under temperature, top-p, top-k
         "skip_tokenizer_init": True,
@@ -73,7 +73,7 @@ def engine_arguments(
         arguments["enable_chunked_prefill"] = False
         arguments["block_size"] = CPU_BLOCK_TOKENS
         # Only whole blocks are shared: with shorter prompts the cache is book-keeping alone, a twentieth of a step.
-        arguments["enable_prefix_caching"] &= max_prompt_length >= CPU_BLOCK_TOKENS or keeps_cache
+        arguments["enable_prefix_caching"] = max_prompt_length >= CPU_BLOCK_TOKENS or keeps_cache
         if architecture.latent is not None:  # on a processor with AMX vLLM takes another, which has no fp32 and no fp16
             arguments["attention_backend"] = "CPU_MLA"
         if runs_eagerly(config, device):

@@ -4,7 +4,7 @@ Up to 0.30 vLLM's scheduler keeps routes by slots of the cache. From 0.31 on a w
 are the hashes that name blocks of the prefix cache. Nothing else of an engine changes: a response still brings
 ``routed_experts``. What the store wants or lacks is here:
 
-* It wants prefix caching, and so no short cut around it (`wants_prefix_cache`).
+* It wants prefix caching, and so no short cut around it (`engine_arguments`).
 * vLLM connects it to its second model runner alone, which wants Triton. On a CPU `RecordingRunner` connects it to the
   first one, whose routers hand over the same rows.
 * vLLM turns the prefix cache off for latent attention on a CPU, whose kernel cannot begin with cached blocks. There
@@ -23,24 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.rollout import RolloutConfig, no_prefix_cache
-from megatron_rl.errors import InputError
-
 
 def has_store() -> bool:
     """Whether the installed vLLM keeps routes in a store. Imports vLLM."""
     return find_spec("vllm.distributed.aux_output_connector") is not None
-
-
-def wants_prefix_cache(config: RolloutConfig, record_routes: bool) -> bool:
-    """Whether an engine that records routes needs the prefix cache. Raises `InputError` where the recipe has none."""
-    if not record_routes or not has_store():
-        return False
-    if not config.enable_prefix_caching:
-        import vllm
-
-        raise InputError(no_prefix_cache(vllm.__version__))
-    return True
 
 
 def install(on_cpu: bool) -> None:

@@ -56,7 +56,6 @@ MAY_CHANGE = (
     "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization",
     "rollout.enforce_eager",
-    "rollout.enable_prefix_caching",
     "rollout.verify_refit",
     "rollout.servers.*",
     "reward.num_workers",
@@ -126,8 +125,6 @@ def _moves_the_schedule(key: str, recipe: Mapping[str, Any]) -> str:
         return ""
     if schedule.get("style") in ("linear", "cosine") and schedule.get("decay_steps") is None:
         return f"schedule.style {schedule['style']} ends at the last step, as schedule.decay_steps is null"
-    if schedule.get("weight_decay_end") is not None:
-        return "schedule.weight_decay_end is reached at the last step"
     return ""
 
 

@@ -70,11 +70,9 @@ class Begun:
         return [prompt for place, prompt in enumerate(self.prompts) if place not in self.settled]
 
     def state_dict(self) -> dict[str, Any]:
-        """What is open; plain JSON values. ``weights`` where one is not 1, ``occurrences`` where one is not 0."""
+        """What is open; plain JSON values. ``occurrences`` where one is not 0."""
         left = self.open_prompts
         state: dict[str, Any] = {"step": self.step, "prompts": [prompt.id for prompt in left]}
-        if any(prompt.weight != 1.0 for prompt in left):
-            state["weights"] = [prompt.weight for prompt in left]
         if any(prompt.occurrence for prompt in left):
             state["occurrences"] = [prompt.occurrence for prompt in left]
         return state
@@ -83,10 +81,9 @@ class Begun:
     def of(cls, state: dict[str, Any], by_id: Mapping[str, Prompt]) -> Begun:
         """From `state_dict`. Raises `KeyError` for a prompt that is not in ``by_id``."""
         names = state["prompts"]
-        weights = state.get("weights", [1.0] * len(names))
         occurrences = state.get("occurrences", [0] * len(names))
-        rows = zip(names, weights, occurrences, strict=True)
-        return cls(state["step"], [replace(by_id[name], weight=w, occurrence=n) for name, w, n in rows])
+        rows = zip(names, occurrences, strict=True)
+        return cls(state["step"], [replace(by_id[name], occurrence=n) for name, n in rows])
 
 
 class Lookahead:

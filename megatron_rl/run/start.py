@@ -202,7 +202,7 @@ class Run:
         depend on rewards. With `acceptance` the state before an update is copied once its rate is known.
         """
         recipe, batch = self.recipe, self.recipe.batch
-        chooses = batch.filter_groups or batch.oversample is not None or recipe.data.curriculum is not None
+        chooses = batch.filter_groups or batch.oversample is not None
         is_early = self.rewarder.has_functions and isinstance(self.generator, AnnouncingGenerator)
         return is_early and recipe.makes_old_logprobs and not chooses and recipe.acceptance is None
 

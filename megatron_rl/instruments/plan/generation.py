@@ -210,7 +210,7 @@ def generation_seconds(work: Workload, engine: EngineMemory) -> float:
     engines = max(1, work.ranks // rollout.tensor_parallel) if beside else rollout.servers.num_expected
     number, law = work.sampled_sequences / engines, Decoding.of(work, engine)
     slots = max(1.0, min(rollout.max_num_seqs, engine.tokens / work.mean_sequence))
-    prompts = number / (rollout.num_samples if rollout.enable_prefix_caching else 1)
+    prompts = number / rollout.num_samples
     token, square = prefill_costs(work)
     prefill = prompts * work.mean_prompt * (token + square * work.mean_prompt)
     if not rollout.max_staleness or rollout.in_flight.mode == "finish":

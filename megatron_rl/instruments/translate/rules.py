@@ -352,9 +352,8 @@ def _records(t: Translation) -> None:
     if t.project == "NeMo-RL" and not t.ours("data.validation"):
         t.drop("validation")
     loggers = t["loggers"] if isinstance(t["loggers"], list) else [t["loggers"]]
-    for name, key in (("wandb", "project"), ("mlflow", "experiment"), ("swanlab", "project")):
-        if name in loggers or (name == "wandb" and loggers == [True]):
-            t.put(f"monitor.sinks.{name}.{key}", readable(str(t["project"])))
+    if "wandb" in loggers or loggers == [True]:
+        t.put("monitor.sinks.wandb.project", readable(str(t["project"])))
     for key in ("entity", "group"):
         if t[key] and t.ours("monitor.sinks.wandb"):
             t.put(f"monitor.sinks.wandb.{key}", readable(str(t[key])))

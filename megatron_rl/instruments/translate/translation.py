@@ -64,7 +64,6 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "r2": _if_true("r2"),
     "r3": _if_true("r3"),
     "fp8": lambda value: "fp8" if str(value).startswith("fp8") else None,
-    "ramp": {"linear": "linear", "cosine": "cosine"}.get,
     "replay": {"R2": "r2", "R3": "r3"}.get,
 }
 """How a value of theirs becomes ours, by the name in the table; None: our key is not set."""

@@ -111,7 +111,7 @@ class Sampler:
             try:
                 await members.reach(version, is_exact)
                 start = time.perf_counter()
-                slack = servers.concurrency // PREFIX_SLACK if self._config.enable_prefix_caching else 0
+                slack = servers.concurrency // PREFIX_SLACK
                 balance = Balance([r.row for r in known], slack)
                 before = prompt_tokens(members.members.values())
                 dispatch = Dispatch(

@@ -1,4 +1,4 @@
-"""The real clients of `monitor.sinks`, in folders of their own, and readers of what they wrote without a network."""
+"""The real client of `monitor.sinks.wandb`, in a folder of its own, and a reader of what it wrote without a network."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[3]
 _BLOCK, _HEADER = 32768, 7  # LevelDB's log: checksum, length, type; a record's parts are whole, first, middle, last
 
 
-def run(service: str, code: str, *arguments: str) -> str:
-    """What ``code`` prints in a Python that has the client of ``service`` beside the environment. No key."""
-    client = ROOT / ".cache" / "sinks" / service
+def run(code: str, *arguments: str) -> str:
+    """What ``code`` prints in a Python that has the client beside the environment. No key."""
+    client = ROOT / ".cache" / "sinks" / "wandb"
     assert (client / ".ready").is_file(), "run tools/setup_tests.sh, as `make test` does"
-    silent = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "MLFLOW", "SWANLAB"))}
+    silent = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     environment = silent | {"PYTHONPATH": f"{client}{os.pathsep}{ROOT}", "HOME": arguments[0]}
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False)
@@ -28,7 +28,7 @@ def run(service: str, code: str, *arguments: str) -> str:
 
 
 def records(file: Path) -> Iterator[bytes]:
-    """The records of a file in the format of LevelDB's log, as Weights & Biases and SwanLab write it."""
+    """The records of a file in the format of LevelDB's log, as Weights & Biases writes it."""
     data, at, whole = file.read_bytes(), _HEADER, b""  # seven bytes name the writer
     while at + _HEADER <= len(data):
         left = _BLOCK - at % _BLOCK

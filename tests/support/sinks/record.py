@@ -1,4 +1,4 @@
-"""Record steps with the real `Monitor` and a service's real client. Arguments: FOLDER SERVICE FIRST LAST."""
+"""Record steps with the real `Monitor` and the real client of Weights & Biases. Arguments: FOLDER FIRST LAST."""
 
 import sys
 from pathlib import Path
@@ -14,10 +14,9 @@ def numbers(step: int) -> dict[str, float]:
 
 
 def main() -> None:
-    folder, service, first, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    keys = {} if service == "mlflow" else {"mode": "offline", "tags": ["a"]}
-    keys |= {"wandb": {"project": "p", "group": "g", "entity": "e"}, "swanlab": {"project": "p"}}.get(service, {})
-    config = MonitorConfig(terminal="off", plots=False, tensorboard=False, sinks={service: keys})
+    folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    keys = {"mode": "offline", "project": "p", "group": "g", "entity": "e"}
+    config = MonitorConfig(terminal="off", plots=False, tensorboard=False, sinks={"wandb": keys})
     directory = RunDirectory(folder / "run").create()
     directory.recipe.write_text("name: unit\nlearner: {optimizer: {lr: 1.0e-06}}\n")
     with Monitor(directory, config, {}, True) as monitor:

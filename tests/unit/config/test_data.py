@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from megatron_rl.config.data import CurriculumConfig, DataConfig, RewardConfig
+from megatron_rl.config.data import DataConfig, RewardConfig
 
 
 def test_values_of_on_error_are_named():
@@ -27,19 +27,6 @@ def test_values_of_on_error_are_named():
 def test_impossible_sections_are_refused(section, message):
     with pytest.raises(ValidationError, match=message):
         RewardConfig.model_validate(section)
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"easy_threshold": 0.3, "hard_threshold": 0.5}, "would be easy and hard"),
-        ({"unbiased": True, "order": "easy_first"}, "use shuffled"),
-        ({"easy_fraction": 0.0}, "greater than 0"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(config, says):
-    with pytest.raises(ValidationError, match=says):
-        CurriculumConfig(**config)
 
 
 @pytest.mark.parametrize(

@@ -208,8 +208,6 @@ def test_rows_that_repeat_a_problem_are_one_problem(tokenizer, tmp_path, caplog)
     loaded = load_validation(data, validation, tokenizer)
     assert [prompt.id for prompt in loaded] == ["x:0", "x:1", "x:3"]
     assert "5 rows hold 3 problems" in caplog.text
-    data, keeping = validation_of([DataSourceConfig(path=str(path))], repeated_rows="keep")
-    assert len(load_validation(data, keeping, tokenizer)) == 5
 
 
 def test_a_fraction_of_the_training_problems_is_drawn_once_and_nested(tokenizer, source):

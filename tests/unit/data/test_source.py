@@ -68,12 +68,11 @@ def test_verls_layout(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_configured_columns_and_limit(tmp_path, kind):
     rows = [
-        {"uid": f"u{i}", "task": {"text": f"q{i}"}, "a.b": i / 2, "prompt": "other", "answer": "other"}
-        for i in range(5)
+        {"id": f"u{i}", "task": {"text": f"q{i}"}, "a.b": i / 2, "prompt": "other", "answer": "other"} for i in range(5)
     ]
     path = tmp_path / f"x.{kind}"
     write(path, rows) if kind == "jsonl" else pq.write_table(pa.Table.from_pylist(rows), path)
-    problems = read(path, prompt_key="task.text", answer_key="a.b", id_key="uid", limit=3)
+    problems = read(path, prompt_key="task.text", answer_key="a.b", limit=3)
     assert [(p.id, p.question, p.answer) for p in problems] == [
         ("x:u0", "q0", "0"),
         ("x:u1", "q1", "0.5"),
@@ -121,7 +120,6 @@ GOOD = {"id": 1, "problem": "q", "answer": "a"}
         ([{"problme": "q", "answer": "a"}], {}, "no column for the prompt: .* found answer, problme; .* 'problme'"),
         ([GOOD], {"answer_key": "anwser"}, "expected 'anwser', found answer, id, problem; did you mean 'answer'"),
         ([{"prompt": "q", "reward_model": {"x": "a"}}], {}, "no column for the answer.*found prompt, reward_model.x"),
-        ([GOOD], {"id_key": "uuid"}, "no column for the id: expected 'uuid'"),
         ([GOOD, '{"id": 2, "problem": \n'], {}, "line 2: not a JSON object"),
         ([GOOD, "[1, 2]\n"], {}, "line 2: expected a JSON object"),
         ([GOOD, {"id": 2, "problem": "q"}], {}, "line 2: column 'answer' must hold text or a number, found None"),

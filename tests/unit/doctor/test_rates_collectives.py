@@ -23,18 +23,18 @@ def test_every_pair_of_neighbours_once_and_nobody_twice_in_a_round(size):
     assert all(len({i for pair in one_round for i in pair}) == 2 * len(one_round) for one_round in rounds)
 
 
-def links(*speeds: float, kind: str = "in a node") -> list[dict]:
+def made_up(*speeds: float, kind: str = "in a node") -> list[dict]:
     named = [{"ranks": f"ranks {i}", "kind": kind, "problem": ""} for i in range(len(speeds))]
     return [link | {"all_reduce": speed, "all_to_all": 1.0} for link, speed in zip(named, speeds)]
 
 
 def test_a_link_far_slower_than_its_kind_is_bad():
-    assert judge_links(links(100, 90, 110, 95), True) == []
-    (told,) = judge_links(links(100, 90, 20, 95), True)
+    assert judge_links(made_up(100, 90, 110, 95), True) == []
+    (told,) = judge_links(made_up(100, 90, 20, 95), True)
     assert told == "ranks 2: all_reduce 20.00 GiB/s, the median in a node is 92.50"
-    assert judge_links(links(100, 90, 20, 95), False) == []  # on one machine's loopback
+    assert judge_links(made_up(100, 90, 20, 95), False) == []  # on one machine's loopback
     # Links between nodes are held to their own kind.
-    assert judge_links(links(100, 90, 110) + links(10, 11, 12, kind="between nodes"), True) == []
+    assert judge_links(made_up(100, 90, 110) + made_up(10, 11, 12, kind="between nodes"), True) == []
 
 
 def test_a_link_with_a_problem_is_bad_and_no_measure_for_others():

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 
-import pytest
 import torch
 
-from megatron_rl.config.learner import LearnerConfig, LossScaleConfig, OptimizerConfig, ScheduleConfig
+from megatron_rl.config.learner import LearnerConfig, LossScaleConfig, OptimizerConfig
 from megatron_rl.learner import optimizer
-from megatron_rl.learner.optimizer import LossScaler, build_scheduler, with_optimizer
-from tests.support.rounding import gamma
+from megatron_rl.learner.optimizer import LossScaler, with_optimizer
 
 
 def scales(overflows: str, **keys) -> list[float]:
@@ -62,21 +59,3 @@ def test_numbers_of_adam_reach_megatron(monkeypatch):
     _, adam = with_optimizer(model, LearnerConfig(optimizer=OptimizerConfig(**given)), torch.device("cpu"), None)
     names = {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_eps"}
     assert {key: getattr(adam.got, names.get(key, key)) for key in given} == given
-
-
-@pytest.mark.parametrize(
-    ("style", "share"), [("linear", lambda x: x), ("cosine", lambda x: (1 - math.cos(math.pi * x)) / 2)]
-)
-def test_weight_decay_changes_in_its_style(style, share):
-    updates, begin, end = 8, 0.125, 1.0
-    groups = [{"default_config": True}]
-    scheduler = build_scheduler(
-        ScheduleConfig(weight_decay_end=end, weight_decay_style=style),
-        OptimizerConfig(weight_decay=begin),
-        SimpleNamespace(param_groups=groups),
-        updates,
-    )
-    for update in range(updates + 2):  # after the run's last update it stays
-        expected = begin + (end - begin) * share(min(update / updates, 1.0))
-        assert groups[0]["weight_decay"] == pytest.approx(expected, rel=gamma(8), abs=0)
-        scheduler.step(1)

@@ -73,7 +73,6 @@ def test_value_rules():
     assert steps_at_which({"above": 1.0}, values) == [1, 4, 9]
     assert steps_at_which({"above": 1.0, "for_steps": 3}, values) == [6, 11]
     assert steps_at_which({"below": 1.0}, values) == [0, 3, 8]
-    assert steps_at_which({"above": 1.0, "for_steps": 2, "again_after": 1}, values) == [2, 5, 6, 7, 10, 11]
 
 
 def test_absent_metrics_are_no_observations_and_nan_breaks_the_row():
@@ -109,7 +108,7 @@ def test_confident_slope_ignores_what_noise_explains():
 
 def test_alarm_state_resumes_at_every_step():
     rules = [
-        AlarmRule(name="a", metric="m", statistic="ratio", window=4, above=1.2, for_steps=2, again_after=2),
+        AlarmRule(name="a", metric="m", statistic="ratio", window=4, above=1.2, for_steps=2),
         AlarmRule(name="b", metric="m", statistic="slope", window=5, above=0.0, then=["save", "stop"]),
         AlarmRule(name="c", metric="m", statistic="of_start", window=4, above=5.0),
         AlarmRule(name="d", metric="m", statistic="of_best", window=1, below=0.9999, for_steps=1),

@@ -8,9 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.learner.gradient_noise import small_batch
-from megatron_rl.monitor import Monitor, read_metrics
 from megatron_rl.monitor.monitor import GradientNoiseScale, NoiseMonitor, RunningMean, noise_scale_parts
 from tests.support.rounding import rounded, standard_errors
 
@@ -56,15 +54,6 @@ def test_noise_scale_parts_undo_the_expectations():
 def test_noise_drowning_the_signal_is_not_a_number():
     scale = GradientNoiseScale(0.9)
     assert math.isnan(scale.observe(10.0, 0.5, 8, 64))
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.5])
-def test_the_recipe_sets_the_decay_of_the_running_mean(decay, tmp_path):
-    config = MonitorConfig(terminal="off", plots=False, tensorboard=False, noise_ema=decay)
-    with Monitor(tmp_path, config, {}, True) as monitor:
-        for step, norm in enumerate((1.0, 4.0)):
-            monitor.record(step, {"actor/grad_norm": norm})
-    assert [row["noise/grad_norm_ema"] for row in read_metrics(tmp_path)] == rounded((1.0, (decay + 4) / (decay + 1)))
 
 
 def test_noise_monitor_resumes_and_passes_over_overflows():

@@ -101,9 +101,9 @@ def test_nothing_that_a_model_writes_reaches_a_terminal_unescaped():
 
 
 def test_the_file_never_grows_beyond_its_size(tmp_path):
-    file = SampleFile(tmp_path / "samples.jsonl", max_mib=0.01)
+    file = SampleFile(tmp_path / "samples.jsonl", 10485)
     for step in range(100):
-        file.write(collect(step, [group("q", rollout("\U0001f600" * 30, length=4))], SamplesConfig(max_chars=20)))
+        file.write(collect(step, [group("q", rollout("\U0001f600" * 10, length=4))], SamplesConfig()))
         assert file.path.stat().st_size <= file.max_bytes == 10485
     steps = [sample["step"] for sample in read_samples(file.path)]
     assert steps == list(range(steps[0], 100)), "the newest stay, whole"
@@ -116,7 +116,7 @@ def test_the_file_never_grows_beyond_its_size(tmp_path):
 
 
 def test_numbers_that_json_does_not_have_are_null(tmp_path):
-    file = SampleFile(tmp_path / "samples.jsonl", 1)
+    file = SampleFile(tmp_path / "samples.jsonl")
     ratios = {0: rho_summary(sequence([800.0, 0.0]))}
     file.write(collect(0, [group("q", rollout("r"))], SamplesConfig(), ratios))
     (sample,) = read_samples(file.path)
@@ -149,9 +149,10 @@ def test_a_run_keeps_texts_in_its_file_and_in_tensorboard(run):
 
 
 def test_tensorboard_gets_no_more_text_than_the_size(tmp_path):
-    samples = {"every": 1, "number": 1, "max_mib": 0.01}
+    samples = {"every": 1, "number": 1}
     config = MonitorConfig.model_validate({"samples": samples, "plots": False, "terminal": "off"})
     with Monitor(tmp_path, config, {}, True) as monitor:
+        monitor._samples.max_bytes = monitor._room_for_texts = 10485
         for step in range(20):
             monitor.record(step, {}, [group("q", rollout("x" * 1000))])
     tensors = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tensors("samples/1/text_summary")

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from megatron_rl.monitor.samples import avg_at_n, confidence_interval, pass_at_k, success_rates, summarise
+from megatron_rl.monitor.samples import avg_at_n, confidence_interval, pass_at_k, summarise
 from megatron_rl.types import Group, Prompt, Rollout
 from tests.support.rounding import rounded
 
@@ -102,9 +102,3 @@ def test_rewards_outside_the_unit_interval_get_no_interval():
 def test_nothing_to_summarise():
     assert summarise([]) == {}
     assert summarise([group("x")]) == {}
-
-
-def test_groups_of_one_prompt_count_together():
-    groups = [group("a", 1.0, 0.0), group("a", 1.0, 1.0), group("b")]
-    assert len({each_group.prompt.id for each_group in groups[:2]}) == 1
-    assert success_rates(groups) == {groups[0].prompt.id: 0.75}

@@ -1,4 +1,4 @@
-"""The table of `eval`: rows of files, intervals, what the curriculum reads of it."""
+"""The table of `eval`: rows of files and intervals."""
 
 from __future__ import annotations
 

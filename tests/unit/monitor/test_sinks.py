@@ -1,10 +1,9 @@
-"""Weights & Biases, MLflow and SwanLab get what metrics.jsonl gets, through their real clients; none can end a run."""
+"""Weights & Biases gets what metrics.jsonl gets, through its real client, and cannot end a run."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import resource
 import sys
 import threading
@@ -22,8 +21,7 @@ from megatron_rl.monitor.sinks import ServiceSink, TensorBoardSink, missing_clie
 from tests.support.sinks import run
 
 RECORD = "from tests.support.sinks.record import main; main()"
-READ = {
-    "wandb": """
+READ = """
 import json, sys
 from pathlib import Path
 from wandb.proto.wandb_internal_pb2 import Record
@@ -35,7 +33,7 @@ for file in sorted(Path(sys.argv[1]).glob("run/wandb/offline-run-*/*.wandb")):
         record = Record.FromString(data)
         if record.WhichOneof("record_type") == "run":
             start["id"], start["name"] = record.run.run_id, record.run.display_name
-            start["keys"] = [record.run.project, record.run.run_group, record.run.entity, *record.run.tags]
+            start["keys"] = [record.run.project, record.run.run_group, record.run.entity]
             start["recipe"] = {i.key: json.loads(i.value_json) for i in record.run.config.update}
         if record.WhichOneof("record_type") == "history":
             items = {i.key or i.nested_key[0]: float(json.loads(i.value_json)) for i in record.history.item}
@@ -44,40 +42,7 @@ for file in sorted(Path(sys.argv[1]).glob("run/wandb/offline-run-*/*.wandb")):
             start["steps"][step] = {k: v for k, v in items.items() if k[0] != "_"}
     starts.append(start)
 print(json.dumps(starts))
-""",
-    "swanlab": """
-import json, sys
-from pathlib import Path
-from swanlab.proto.swanlab.record.v1.record_pb2 import Record
-from tests.support.sinks import records
-starts = []
-for file in sorted(Path(sys.argv[1]).glob("run/swanlab/run-*/*.swanlab")):
-    start = {"steps": {}, "id": file.stem}
-    for data in records(file):
-        record = Record.FromString(data)
-        if record.HasField("start"):
-            start["name"] = record.start.name
-            start["keys"] = [record.start.project, *record.start.tags]
-        if record.HasField("scalar"):
-            start["steps"].setdefault(record.scalar.step, {})[record.scalar.key] = record.scalar.value.number
-    starts.append(start)
-print(json.dumps(starts))
-""",
-    "mlflow": """
-import json, sys
-from mlflow import MlflowClient
-client = MlflowClient(tracking_uri=f"sqlite:///{sys.argv[1]}/run/mlflow.db")
-experiment = client.get_experiment_by_name("megatron_rl")
-runs = client.search_runs([experiment.experiment_id])
-steps, seconds = {}, []
-for name in runs[0].data.metrics:
-    for metric in client.get_metric_history(runs[0].info.run_id, name):
-        steps.setdefault(metric.step, {}).setdefault(name.replace("_at_", "@"), []).append(metric.value)
-        seconds.append(metric.timestamp / 1000)
-print(json.dumps([{"seconds": seconds, "runs": len(runs), "name": runs[0].info.run_name, "status": runs[0].info.status,
-                   "recipe": runs[0].data.params, "steps": steps}]))
-""",
-}
+"""
 
 
 def recorded(folder) -> dict[int, dict[str, float]]:
@@ -91,90 +56,32 @@ def same(written: dict, wanted: dict) -> bool:
     return json.dumps(written, sort_keys=True) == json.dumps(wanted, sort_keys=True)  # NaN equals NaN
 
 
-@pytest.mark.parametrize("service", ["wandb", "swanlab"])
-def test_offline_files_hold_the_numbers_of_metrics_jsonl_and_a_resumed_run_goes_on_with_its_id(service, tmp_path):
+def test_offline_files_hold_the_numbers_of_metrics_jsonl_and_a_resumed_run_goes_on_with_its_id(tmp_path):
     began = time.time()
-    run(service, RECORD, str(tmp_path), service, "0", "5")
+    run(RECORD, str(tmp_path), "0", "5")
     first = recorded(tmp_path)
-    time.sleep(1.1)  # the clients name a start's folder by the second
-    run(service, RECORD, str(tmp_path), service, "3", "6")
-    starts = json.loads(run(service, READ[service], str(tmp_path)))
+    time.sleep(1.1)  # the client names a start's folder by the second
+    run(RECORD, str(tmp_path), "3", "6")
+    starts = json.loads(run(READ, str(tmp_path)))
     assert [sorted(map(int, start["steps"])) for start in starts] == [[0, 1, 2, 3, 4], [3, 4, 5]]
     assert same({int(k): v for k, v in starts[0]["steps"].items()}, first)
     last = {step: metrics for step, metrics in recorded(tmp_path).items() if step >= 3}
     assert same({int(k): v for k, v in starts[1]["steps"].items()}, last)
     assert starts[0]["id"] == starts[1]["id"]
-    assert all(start["name"] == "run" for start in starts)
-    assert all(start["keys"] == {"wandb": ["p", "g", "e", "a"], "swanlab": ["p", "a"]}[service] for start in starts)
-    if service == "wandb":
-        assert all(began <= t <= time.time() for start in starts for t in start["seconds"])
-        assert starts[0]["recipe"]["learner"] == {"optimizer": {"lr": 1e-6}}
+    for start in starts:
+        assert (start["name"], start["keys"]) == ("run", ["p", "g", "e"])
+        assert all(began <= t <= time.time() for t in start["seconds"])
+        assert start["recipe"]["learner"] == {"optimizer": {"lr": 1e-6}}
 
 
-def test_mlflow_holds_the_numbers_of_metrics_jsonl_in_one_run_over_both_starts(tmp_path):
-    began = int(time.time())  # MLflow counts milliseconds
-    run("mlflow", RECORD, str(tmp_path), "mlflow", "0", "5")
-    first = recorded(tmp_path)
-    run("mlflow", RECORD, str(tmp_path), "mlflow", "3", "6")
-    (logged,) = json.loads(run("mlflow", READ["mlflow"], str(tmp_path)))
-    assert (logged["runs"], logged["name"], logged["status"]) == (1, "run", "FINISHED")
-    assert all(began <= t <= time.time() for t in logged["seconds"])
-    assert logged["recipe"] == {"name": "unit", "learner.optimizer.lr": "1e-06"}
-    steps = {int(step): metrics for step, metrics in logged["steps"].items()}
-    last = recorded(tmp_path)
-    for step, metrics in steps.items():
-        wanted = [source[step] for source in ([first, last] if step in (3, 4) else [last])]
-        for name, values in metrics.items():
-            expected = [record[name] for record in wanted if name in record]
-            if expected[0] == math.inf:  # MLflow's database has the largest double for it
-                expected = [1.7976931348623157e308] * len(expected)
-            assert same(sorted(values), sorted(expected)), (step, name)
-        assert set(metrics) == {name for record in wanted for name in record}
-    assert set(steps) == set(last)
-
-
-@pytest.mark.parametrize("service", ["wandb", "swanlab"])
-def test_every_key_of_a_sink_reaches_its_client(service, tmp_path, monkeypatch):
-    keys = {"project": "p", "name": "n", "tags": ["t"], "mode": "offline"}
-    keys |= {"entity": "e", "group": "g"} if service == "wandb" else {"workspace": "w"}
+def test_every_key_of_a_sink_reaches_its_client(tmp_path, monkeypatch):
+    keys = {"project": "p", "entity": "e", "group": "g", "mode": "offline"}
     client = MagicMock()
-    monkeypatch.setitem(sys.modules, service, client)
-    config = SinksConfig.model_validate({service: keys})
-    sinks.service_sinks(config, RunDirectory(tmp_path).create())[service]._client.begin({}, False)
+    monkeypatch.setitem(sys.modules, "wandb", client)
+    config = SinksConfig.model_validate({"wandb": keys})
+    sinks.service_sinks(config, RunDirectory(tmp_path).create())["wandb"]._client.begin({}, False)
     given = client.init.call_args.kwargs
-    assert {key: given[key] for key in type(getattr(config, service)).model_fields} == keys
-
-
-def test_every_key_of_mlflow_reaches_its_client(tmp_path, monkeypatch):
-    client = MagicMock()
-    client.MlflowClient().create_run().info.run_id = "id"
-    monkeypatch.setitem(sys.modules, "mlflow", client)
-    monkeypatch.setitem(sys.modules, "mlflow.entities", MagicMock())
-    config = SinksConfig.model_validate({"mlflow": {"experiment": "e", "name": "n", "tracking_uri": "http://here"}})
-    sinks.service_sinks(config, RunDirectory(tmp_path).create())["mlflow"]._client.begin({}, False)
-    assert client.MlflowClient.call_args.kwargs == {"tracking_uri": "http://here"}
-    assert client.MlflowClient().get_experiment_by_name.call_args.args == ("e",)
-    assert client.MlflowClient().create_run.call_args.kwargs == {"run_name": "n"}
-
-
-def test_a_service_that_is_away_costs_no_step_and_is_said_once(tmp_path):
-    code = """
-import sys, warnings
-from pathlib import Path
-from megatron_rl.config.monitor import MonitorConfig
-from megatron_rl.monitor import Monitor
-uri = "http://127.0.0.1:9"  # nothing listens at the port of `discard`
-config = MonitorConfig(terminal="off", plots=False, tensorboard=False, sinks={"mlflow": {"tracking_uri": uri}})
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    with Monitor(Path(sys.argv[1]), config, {}, True) as monitor:
-        for step in range(3):
-            monitor.record(step, {"x": 1.0})
-print([str(w.message) for w in caught if "monitor: mlflow failed" in str(w.message)])
-"""
-    said = run("mlflow", code, str(tmp_path))
-    assert said.count("training goes on without it") == 1
-    assert len(read_metrics(tmp_path)) == 3
+    assert {key: given[key] for key in type(config.wandb).model_fields} == keys
 
 
 class Slow:
@@ -227,7 +134,7 @@ def test_a_run_without_sinks_starts_no_thread(tmp_path):
 
 
 def test_a_client_that_is_not_installed_is_named_before_anything_starts(monkeypatch):
-    wanted = SinksConfig(wandb={}, swanlab={})
+    wanted = SinksConfig(wandb={})
     assert missing_clients(SinksConfig()) == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else object())
     (problem,) = missing_clients(wanted)

