@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.check import check_recipe
 from megatron_rl.checkpoint.manifest import TRAINER_FILE
 from megatron_rl.checkpoint.save import WEIGHTS_FILE, load_weights
 from megatron_rl.config import Recipe
@@ -37,6 +36,7 @@ from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.rewarder import refuse_too_many, score_shared
 from megatron_rl.rollout import Generator, Sampling
 from megatron_rl.run.engines import load_beside, start_generator
+from megatron_rl.run.prepare import check_recipe
 from megatron_rl.types import Group, Prompt, Rollout
 
 

@@ -36,9 +36,9 @@ def run_train(options: argparse.Namespace) -> int:
 
     The same command continues an interrupted run. After `touch RUN/STOP` the run saves after the current step and ends.
     """
-    from megatron_rl.check import check_recipe
     from megatron_rl.config import load_recipe
     from megatron_rl.process.host import outlasting_readers, raise_descriptor_limit
+    from megatron_rl.run.prepare import check_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
     check_recipe(recipe, int(os.environ.get("WORLD_SIZE", 1)))

@@ -25,6 +25,12 @@ from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture
 
 
+def refuse_recipe(recipe: RecipeSections, problems: list[str]) -> None:
+    """Raise `InputError` with all of ``problems``, if there are any."""
+    if problems:
+        raise InputError("\n".join([f"recipe {recipe.name}:", *(f"  {problem}" for problem in problems)]))
+
+
 def model_problems(
     recipe: RecipeSections,
     architecture: Architecture,

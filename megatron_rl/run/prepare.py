@@ -1,6 +1,7 @@
 """Everything that a run needs before its engines: `train` and `check` both start here, so that they agree.
 
-Recipe, model, layout, tokenizer, prompts and reward are loaded as the run will use them, and the reward is called once.
+`check_recipe` needs no engine and no tokenizer. `prepare` goes on from there: recipe, model, layout, tokenizer, prompts
+and reward are loaded as the run will use them, and the reward is called once.
 """
 
 from __future__ import annotations
@@ -9,26 +10,175 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.check import CheckedRecipe, check_recipe
-from megatron_rl.checkpoint.hf_folder import resolve_stop_token_ids
+from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights, resolve_stop_token_ids
 from megatron_rl.checkpoint.manifest import list_checkpoints
 from megatron_rl.config import Recipe
-from megatron_rl.config.recipe import section_problems
+from megatron_rl.config.base import how_to_download
+from megatron_rl.config.model_rules import (
+    contract,
+    cpu_problems,
+    cuda_problems,
+    model_problems,
+    refuse_recipe,
+    smallest_world,
+)
+from megatron_rl.config.objective import label_of, parts_without_effect, user_functions
+from megatron_rl.config.recipe import has_mismatch, section_problems
 from megatron_rl.config.sections import BatchConfig
-from megatron_rl.data import PromptSet, check_vocabulary, load_tokenizer, load_train, load_validation
+from megatron_rl.data import PromptSet, check_source, check_vocabulary, load_tokenizer, load_train, load_validation
 from megatron_rl.errors import InputError, shown
+from megatron_rl.model.architecture import (
+    KNOWN_MODELS,
+    Architecture,
+    how_to_get,
+    read_architecture,
+    shape_of,
+    unknown_config_keys,
+)
 from megatron_rl.monitor.run_directory import RunDirectory
 from megatron_rl.monitor.sinks import missing_clients
-from megatron_rl.rewards import Rewarder
+from megatron_rl.process.devices import default_device
+from megatron_rl.rewards import Rewarder, check_function, check_reward
 from megatron_rl.rewards.rewarder import Trial
 from megatron_rl.run.identity import begin_step, compare, contents, has_begun, is_complete, refuse
 
 SHOWN_CHARACTERS, SHOWN_SOURCES, SHOWN_TOKENS = 300, 8, 24  # of a prompt; of the data sources; at each end of a prompt
 TRIED_GOLDS = 200  # of the training set and of the validation set
+
+
+@dataclass(frozen=True)
+class CheckedRecipe:
+    architecture: Architecture
+    world_size: int | None
+    report: list[tuple[str, str]]  # (name, value) for a person to read
+
+
+def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool = False) -> CheckedRecipe:
+    """Check model, layout, batch arithmetic, lengths, precision and data files of ``recipe`` in seconds, without a GPU.
+
+    Args:
+        world_size: ranks of the job; None if unknown: only check what is independent of the number of ranks.
+        offline: use the shape of a known model (`KNOWN_MODELS`) if its folder is absent, and skip absent
+            data files.
+
+    Raises:
+        InputError: lists every problem, one per line.
+    """
+    architecture, assumed = shape_of(recipe.model.path) if offline else (_architecture(recipe.model.path), False)
+    absent = [f"model {recipe.model.path} (its shape is known)"] if assumed else []
+    device = recipe.runtime.device
+    if device == "auto":  # a machine without a GPU may be where the job is submitted
+        here = default_device()
+        device = None if here == "cpu" else here
+    problems = model_problems(recipe, architecture, world_size, device)
+    folder_notes: list[str] = []
+    if not assumed:
+        try:
+            folder_notes = check_folder(recipe.model.path, architecture, recipe.rollout.stop_token_ids)
+        except InputError as error:
+            problems.append(str(error))
+    trials = [partial(check_reward, recipe.reward, recipe.rollout.max_response_length)]
+    if recipe.rollout.function is not None:
+        trials.append(partial(check_function, recipe.rollout.function, "rollout.function"))
+    if user_functions(recipe.objective):
+        from megatron_rl.objective.trial import check_user_functions  # needs torch, which `check` can do without
+
+        trials.append(partial(check_user_functions, recipe.objective))
+    for trial in trials:
+        try:
+            trial()
+        except InputError as error:
+            problems.append(str(error))
+    not_read: list[str] = []
+    for kind in ("train", "validation"):
+        for source in getattr(recipe.data, kind):
+            if offline and not Path(source.path).exists():
+                absent.append(f"data.{kind} {source.path}")
+                continue
+            try:
+                if unused := check_source(source).unused:
+                    names = ", ".join(shown(name, 60)[1:-1] for name in unused)
+                    not_read.append(f"data.{kind} {source.path}: {names}")
+            except InputError as error:
+                problems.append(f"data.{kind}: {error}")
+    refuse_recipe(recipe, problems)
+    report = _report(recipe, architecture, world_size)
+    if folder_notes:
+        report.append(("folder", "; ".join(folder_notes)))
+    for where, problems_of in (("on a CPU", cpu_problems), ("on CUDA", cuda_problems)) if device is None else ():
+        if lacks := problems_of(recipe.rollout, architecture):
+            report.append((where, f"this recipe cannot run: {'; '.join(lacks)}"))
+    if not_read:
+        report.append(("not read", "; ".join(not_read)))
+    if absent:
+        report.append(("not here", ", ".join(absent)))
+    return CheckedRecipe(architecture, world_size, report)
+
+
+def _architecture(path: Path) -> Architecture:
+    """Return `read_architecture`. The error for a missing folder explains how to download it or check without it."""
+    if path.exists():
+        return read_architecture(path)
+    command = how_to_get(path)
+    download = f"download it with `{command}`" if command else "download a checkpoint in Hugging Face layout there"
+    if not command and (cache := how_to_download(str(path), "model")):
+        download += f", or, if it is a name of the Hugging Face hub, into its cache with `{cache}`"
+    raise InputError(
+        f"model.path: {path}: no such folder; {download}. `megatron-rl check RECIPE --offline` checks the rest of the "
+        f"recipe without it, for models whose shape is known: {', '.join(KNOWN_MODELS)}"
+    )
+
+
+def check_folder(path: Path, architecture: Architecture, stop_token_ids: list[int] | None) -> list[str]:
+    """Compare the model's folder with the learner's model: headers of tensors, end-of-sequence ids.
+
+    ``stop_token_ids``: those of `rollout`; None where the model's own count. Returns notes, such as unread keys. Raises
+    `InputError` for files that the engines would read as another model.
+    """
+    extras = check_weights(HFFolder(path), architecture)
+    stops = resolve_stop_token_ids(stop_token_ids, path)
+    notes = [f"names, shapes and types of its tensors are the learner's, responses end with tokens {stops}", *extras]
+    if unknown := unknown_config_keys(path):
+        notes.append(f"config.json has keys that no engine here is known to read: {', '.join(unknown)}")
+    return notes
+
+
+def _report(recipe: Recipe, a: Architecture, world_size: int | None) -> list[tuple[str, str]]:
+    parallel, rollout = recipe.learner.parallel, recipe.rollout
+    experts = f", {a.num_experts} experts top-{a.experts_per_token}" if a.is_moe else ", dense"
+    smallest = smallest_world(parallel, rollout)
+    data = (world_size or smallest) // (parallel.tensor * parallel.pipeline * parallel.context)
+    context = f"context {parallel.context}, " if parallel.context > 1 else ""
+    idle = parts_without_effect(recipe.objective, recipe.batch.minibatches, has_mismatch(recipe))
+    return [
+        ("model", f"{a.model_type}: {a.num_layers} layers, width {a.hidden_size}{experts}"),
+        (
+            "layout",
+            (f"{world_size} ranks" if world_size else f"{smallest} ranks or a multiple, which --ranks checks")
+            + f": tensor {parallel.tensor}, pipeline {parallel.pipeline}, {context}"
+            f"expert {parallel.expert}, data {data}",
+        ),
+        (
+            "step",
+            f"{recipe.batch.prompts} prompts × {rollout.num_samples} samples = {recipe.num_sequences} sequences, "
+            f"{recipe.batch.minibatches} update(s) of {recipe.num_sequences // recipe.batch.minibatches}",
+        ),
+        ("run", f"{recipe.length}, into {recipe.run_dir}"),
+        *((row.aspect, str(row)) for row in contract(recipe, a)),
+        *([("routing", recipe.routing.describe())] if recipe.routing.is_on else []),
+        (
+            "objective",
+            f"{recipe.objective.advantage}, {label_of(recipe.objective.policy_term, 'name')}, "
+            f"{'+'.join(label_of(c, 'mode') for c in recipe.objective.correction) or 'no correction'}, "
+            f"{recipe.objective.aggregation}",
+        ),
+        *([("no effect", "; ".join(idle))] if idle else []),
+    ]
 
 
 @dataclass(frozen=True)
@@ -54,8 +204,7 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
     Raises `InputError` for whatever keeps the recipe from being run.
     """
     checked = check_recipe(recipe, world_size)
-    if problems := missing_clients(recipe.monitor.sinks):
-        raise InputError("\n".join([f"recipe {recipe.name}:", *(f"  {problem}" for problem in problems)]))
+    refuse_recipe(recipe, missing_clients(recipe.monitor.sinks))
     tokenizer = load_tokenizer(str(recipe.model.path))
     if recipe.rollout.function is not None:
         from megatron_rl.rollout.conversation import load_talk  # needs torch, which `check` can do without
@@ -93,8 +242,7 @@ def in_steps(recipe: Recipe, num_prompts: int) -> tuple[Recipe, list[tuple[str, 
         return recipe, []
     steps = math.ceil(recipe.num_epochs * num_prompts / recipe.batch.prompts)
     counted = recipe.model_copy(update={"num_steps": steps, "num_epochs": None})
-    if problems := section_problems(counted):
-        raise InputError("\n".join([f"recipe {recipe.name}:", *(f"  {problem}" for problem in problems)]))
+    refuse_recipe(recipe, section_problems(counted))
     each = f"{num_prompts} prompts, {recipe.batch.prompts} a step"
     return counted, [("steps", f"num_epochs {recipe.num_epochs:g} over {each}: {counted.length}")]
 

@@ -11,8 +11,8 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from megatron_rl.check import check_recipe
 from megatron_rl.errors import InputError
+from megatron_rl.run.prepare import check_recipe
 from tests.parallel.pool import Jobs
 from tests.parallel.programs.lora import LORA, OPTIMIZER
 from tests.support.plain_training import Limits, adapters, float32_limits, run

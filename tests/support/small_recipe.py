@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_rl.check import check_recipe
 from megatron_rl.config import load_recipe
 from megatron_rl.errors import InputError
+from megatron_rl.run.prepare import check_recipe
 from tests.support.tiny import DATA, MODEL
 
 SOUND: dict[str, Any] = {

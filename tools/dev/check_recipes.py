@@ -14,13 +14,13 @@ import sys
 import warnings
 from pathlib import Path
 
-from megatron_rl.check import check_recipe
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.loader import is_base
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab import is_study, load_study
 from megatron_rl.instruments.plan import GPUS, make_plan, make_workload, summary
 from megatron_rl.model.architecture import shape_of
+from megatron_rl.run.prepare import check_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_rl.check import check_recipe
 from megatron_rl.checkpoint.manifest import checkpoint_name, checkpoint_step, list_checkpoints, newest_checkpoint
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.errors import InputError
@@ -26,6 +25,7 @@ from megatron_rl.instruments.lab.study import Direction, Study
 from megatron_rl.instruments.why import find
 from megatron_rl.monitor import RunDirectory, read_metrics
 from megatron_rl.run.identity import read_recipe, recipe_in_force
+from megatron_rl.run.prepare import check_recipe
 
 Records = Sequence[Mapping[str, float]]
 

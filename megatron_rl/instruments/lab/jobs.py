@@ -17,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ValidationError
 
-from megatron_rl.check import check_recipe
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.explain import explain
 from megatron_rl.config.loader import read_yaml
@@ -25,6 +24,7 @@ from megatron_rl.errors import EXIT_DONE, EXIT_ENDED_BY_LIMIT, InputError
 from megatron_rl.instruments.lab.study import IDENTITY_KEYS, SEED_KEYS, Arm, Outcome, Study, unknown_names
 from megatron_rl.monitor.alarms import CollapseRule, fit_slope
 from megatron_rl.monitor.run_directory import RunDirectory, read_metrics
+from megatron_rl.run.prepare import check_recipe
 from megatron_rl.shipped import existing_or_shipped
 
 # The state of a run on disk, from its folder.

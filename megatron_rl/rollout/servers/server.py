@@ -31,9 +31,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.check import check_recipe
 from megatron_rl.config import Recipe
 from megatron_rl.config.learner import PrecisionConfig, rollout_fp32_products
+from megatron_rl.config.model_rules import model_problems, refuse_recipe
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture, read_architecture
@@ -357,7 +357,7 @@ def serve(
         raise InputError(f"--name {name}: use letters, digits, '.', '_' and '-'; it names a file in the run directory")
     if not 0 <= port <= MAX_PORT:
         raise InputError(f"--port {port}: a port is a number from 1 to {MAX_PORT}; 0 takes any free one")
-    check_recipe(recipe)
+    refuse_recipe(recipe, model_problems(recipe, read_architecture(recipe.model.path), None))
     token = require_token(recipe.rollout.servers)
     if host in ("", "0.0.0.0", "::"):
         raise InputError(

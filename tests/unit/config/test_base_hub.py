@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from huggingface_hub import constants
 
-from megatron_rl.check import check_recipe
 from megatron_rl.config import load_recipe
 from megatron_rl.config.base import cached, how_to_download
 from megatron_rl.errors import InputError
+from megatron_rl.run.prepare import check_recipe
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

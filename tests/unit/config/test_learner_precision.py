@@ -7,11 +7,11 @@ import itertools
 import pytest
 from pydantic import ValidationError
 
-from megatron_rl.check import check_recipe
 from megatron_rl.config.learner import LossScaleConfig, PrecisionConfig
 from megatron_rl.config.model_rules import confirm_contract, contract, first_step_alarms
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture
+from megatron_rl.run.prepare import check_recipe
 from tests.support.tiny import MODEL, tiny_recipe
 
 DTYPES = ("bf16", "fp16", "fp32")

@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 from megatron_rl.__main__ import main
-from megatron_rl.check import check_recipe
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.config.model_rules import layout_problems
 from megatron_rl.config.objective import ObjectiveWarning
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture
+from megatron_rl.run.prepare import check_recipe
 from tests.support.slow import slow_but
 from tests.support.small_recipe import error_of, minimal
 from tests.support.tiny import DATA, MODEL, REPOSITORY, tiny_recipe

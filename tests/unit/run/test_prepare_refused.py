@@ -1,19 +1,16 @@
-"""`check`: keys that cannot act, a compiler that is missing, and models that a recipe cannot train."""
+"""What `check` refuses, or says: keys that cannot act, and models that a recipe cannot train."""
 
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 
-from megatron_rl.check import check_recipe
 from megatron_rl.config import load_recipe
 from megatron_rl.errors import InputError
+from megatron_rl.run.prepare import check_recipe
 from tests.support.routes import save_random_model
 from tests.support.tiny import REPOSITORY, tiny_recipe
-
-GRPO = REPOSITORY / "recipes" / "tiny" / "grpo.yaml"
 
 
 def test_check_names_what_cannot_act():
@@ -28,26 +25,6 @@ def test_check_names_what_cannot_act():
         reports[0]["no effect"],
     )
     assert "no effect" not in reports[1]
-
-
-def test_compiling_wants_a_compiler_and_headers(monkeypatch, tmp_path):
-    changes = ["rollout.enforce_eager=false", "runtime.device=cpu"]
-    monkeypatch.setenv("CXX", sys.executable)  # some program that is there
-    headers = {"include": str(tmp_path)}
-    monkeypatch.setattr("sysconfig.get_paths", lambda: headers)
-    (tmp_path / "Python.h").touch()
-    check_recipe(load_recipe(GRPO, changes), 1)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    for part in ("rollout.enforce_eager: false", "'no-such-compiler' was not found", "g++", "python3-dev"):
-        assert part in _error(changes)
-    (tmp_path / "Python.h").unlink()
-    assert f"{tmp_path}/Python.h is not there" in _error(changes)
-
-
-def _error(changes: list[str]) -> str:
-    with pytest.raises(InputError) as caught:
-        check_recipe(load_recipe(GRPO, changes), 1)
-    return str(caught.value)
 
 
 def test_dense_models_are_refused_before_anything_starts(tmp_path):
@@ -71,10 +48,10 @@ def test_rules_of_cuda_are_told_where_there_is_no_gpu(changes, rule, monkeypatch
     """A login node has none; the job would end after its engines have started."""
     path = "recipes/router_replay/grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml"
     recipe = load_recipe(REPOSITORY / path, changes)
-    monkeypatch.setattr("megatron_rl.check.default_device", lambda: "cpu")
+    monkeypatch.setattr("megatron_rl.run.prepare.default_device", lambda: "cpu")
     told = dict(check_recipe(recipe, offline=True).report)["on CUDA"]
     assert told.startswith("this recipe cannot run: ")
     assert rule in told
-    monkeypatch.setattr("megatron_rl.check.default_device", lambda: "cuda")
+    monkeypatch.setattr("megatron_rl.run.prepare.default_device", lambda: "cuda")
     with pytest.raises(InputError, match=rule):
         check_recipe(recipe, offline=True)
