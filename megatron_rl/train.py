@@ -37,7 +37,7 @@ def train(
 ) -> None:
     """Run ``recipe`` to its end, from the checkpoint that ``resume`` selects. Every rank of the job must call this.
 
-    ``allow_changes``: resume even if the run had another recipe (`config.identity`). ``before_step`` is called on every
+    ``allow_changes``: resume even if the run had another recipe (`run.identity`). ``before_step`` is called on every
     rank with the run and the number of the next step. Raises `InputError` before an engine starts, and `RunEnded` if an
     alarm stops the run (after saving).
     """

@@ -168,7 +168,7 @@ def to_hf(
 def to_megatron(source: Path, target: Path, *, dtype: torch.dtype | None = None) -> dict[str, str]:
     """Write the Hugging Face checkpoint ``source`` to ``target`` in the format of a run's checkpoint, weights only.
 
-    Any layout loads it (`checkpoint.load_weights`). Arguments, result and errors as for `to_hf`.
+    Any layout loads it (`save.load_weights`). Arguments, result and errors as for `to_hf`.
     """
     a, folder = read_architecture(source), HFFolder(source)
     check_weights(folder, a)

@@ -457,7 +457,7 @@ def parts_without_effect(config: ObjectiveConfig, num_updates_per_batch: int, ha
 def with_max_response_length(section: Mapping[str, Any] | None, max_response_length: int) -> dict[str, Any]:
     """The raw `objective` mapping of a recipe with max_response_length filled where absent or null.
 
-    A loader calls this with rollout's limit before `ObjectiveConfig.model_validate`.
+    A loader calls this with rollout's limit before `ObjectiveConfig` validates the section.
     """
     filled = dict(section or {})
     if filled.get("max_response_length") is None:

@@ -107,7 +107,7 @@ RanksOf = Literal["one", "node", "job"]
 
 @dataclass(frozen=True)
 class Check:
-    """A check of the doctor: ``function`` (`module.function` of this package), which fails after ``seconds``.
+    """A check of the doctor: ``function`` (MODULE.FUNCTION of this package), which fails after ``seconds``.
 
     ``ranks``: one process, one for each rank of the node, or of the job where there is one (else of the node).
     ``gpu_only``: why the check has nothing to look at without a GPU; empty: it runs without one. ``environment``:

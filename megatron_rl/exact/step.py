@@ -10,8 +10,8 @@ of `exact.invariant`: each row has the bits that the modules compute. Ranks that
 vocabulary exchange rows in fixed shapes. On kernels no shape depends on a value, and nothing waits
 for one.
 
-Shapes: N rows of a pass; n rows of a step, a multiple of `room.rows_and_steps`, equal on all ranks that share experts;
-H hidden size, D head width, K experts of a token, V/tp this rank's share of the vocabulary.
+Shapes: N rows of a pass; n rows of a step, a multiple of `decode.rows_and_steps`, equal on all ranks that share
+experts; H hidden size, D head width, K experts of a token, V/tp this rank's share of the vocabulary.
 """
 
 from __future__ import annotations

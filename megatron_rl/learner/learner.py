@@ -477,7 +477,7 @@ class Learner:
 
     def save(self, folder: Path, state: dict[str, Any], keep_last: int = 0, protected: Collection[int] = ()) -> Path:
         """Checkpoint of this step. ``state``: what the loop wants back from `load`; JSON-able. See
-        `checkpoint.save_checkpoint` for what is kept of the older ones, and for `SaveError`."""
+        `save.save_checkpoint` for what is kept of the older ones, and for `SaveError`."""
         return self.begin_save(folder, state, keep_last, protected, in_background=False).finish()
 
     def begin_save(
@@ -488,7 +488,7 @@ class Learner:
         protected: Collection[int] = (),
         in_background: bool = True,
     ) -> checkpoint.PendingSave:
-        """As `save`, written while training goes on; see `checkpoint.begin_save`."""
+        """As `save`, written while training goes on; see `save.begin_save`."""
         state, kept = {"learner": self._counts(), **state}, {"keep_last": keep_last, "protected": protected}
         with self.offload.readable_optimizer():
             return checkpoint.begin_save(

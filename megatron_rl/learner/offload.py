@@ -4,7 +4,7 @@ A part leaves by giving up storage: its bytes go to host memory, and the storage
 the object it was, so that views into Megatron's buffers, optimizers and hooks stay valid, and it has the same bits when
 it is back. Gradients are freed without a copy (Megatron's `offload_grad_buffers`): each update starts by zeroing them.
 
-Megatron's `optimizer.offload_to_cpu` is not used. It copies to pageable memory, at a fraction of the bus, and allocates
+Megatron's own `offload_to_cpu` is not used. It copies to pageable memory, at a fraction of the bus, and allocates
 it anew each time; it gives an fp32 model's optimizer weights of its own, which are views of the model's; it brings the
 step counters of torch's Adam back to the GPU, which that optimizer refuses; and it does nothing on a CPU, so that no
 test could run it. Its buffers' `offload_to_cpu` rounds host memory up to powers of two.

@@ -47,7 +47,7 @@ def compute_objective(
 
     With `denominators` of the global mini-batch (see compute_denominators), the losses of its microbatches and ranks
     sum to the loss of the mini-batch for any split; without them, these sequences are the mini-batch. It does not wait
-    for the device; reading `result.metrics` does.
+    for the device; reading ``result.metrics`` does.
 
     Per token: loss = φ · ξ · weight · term + regularizer, times the factor of the aggregation. Only term and
     regularizer have a gradient (algorithms.md §2 term and regularizer, §3 weight, §4 factor, §5 φ and ξ). `noise_key`

@@ -166,7 +166,7 @@ class Corrected:
 
 @torch.no_grad()
 def correct(tokens: Tokens, config: ObjectiveConfig) -> Corrected:
-    """Apply every entry of `config.correction`; weights multiply, masks accumulate."""
+    """Apply every entry of `objective.correction`; weights multiply, masks accumulate."""
     entries, result = config.active_corrections, Corrected()
     ratios = Ratios(tokens, config.anchored_on_rollout)
     for entry in entries:

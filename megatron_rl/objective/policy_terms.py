@@ -193,7 +193,7 @@ POLICY_TERMS: dict[str, Callable[[Tokens, object], Term]] = {
     "vespo": vespo,
     "fipo": fipo,
 }
-"""Keys are the `policy_term.name` of ObjectiveConfig, but `function`, which names a function of the user's."""
+"""Keys are the values of `objective.policy_term.name`, but `function`, which names a function of the user's."""
 
 
 def policy_term(tokens: Tokens, config: PolicyTerm) -> Term:

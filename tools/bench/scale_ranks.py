@@ -76,7 +76,7 @@ class Meter:
 
 
 class _Counting:
-    """`torch.distributed` as `process.arrays` sees it, with the bytes counted that arrive at this rank."""
+    """`torch.distributed` as `process.ranks` sees it, with the bytes counted that arrive at this rank."""
 
     received = 0.0
 

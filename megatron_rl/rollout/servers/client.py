@@ -157,7 +157,7 @@ class ServerClient:
         )
 
     async def settings(self) -> dict[str, Any]:
-        """What the server says of itself, not yet checked: `settings.ServerSettings` does that."""
+        """What the server says of itself, not yet checked: `rendezvous.ServerSettings` does that."""
         reply = await self._call("GET", SETTINGS, limit_s=HEALTH_S)
         if not isinstance(reply, dict):
             raise Stranger(f"{SETTINGS}: expected a JSON object, got {printable(json.dumps(reply), ERROR_CHARS)}")

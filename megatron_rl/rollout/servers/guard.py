@@ -255,7 +255,7 @@ class Guard:
             self._state.oldest = self._state.openings
 
     async def _replace(self, receive: Receive, send: Send) -> None:
-        """Body: ``version``, ``files`` or ``broadcast`` (see `extension.ServerUpdate`), and ``mode``: what becomes of
+        """Body: ``version``, ``files`` or ``broadcast`` (see `ServerUpdate`), and ``mode``: what becomes of
         responses under way.
 
         Answers ``version``, ``tensors`` and ``bytes`` when the server is open for the version; `INTERRUPTED` where a

@@ -218,7 +218,7 @@ class Started:
 class RunServers:
     """The same object on every rank. On rank 0 `start`, then on all others `follow`, then on rank 0 `publish`.
 
-    ``agreed``: the settings that every server must share (`settings.agreed_settings`). ``model``: what bounds the
+    ``agreed``: the settings that every server must share (`agreed_settings`). ``model``: what bounds the
     numbers in responses. ``main``: runs the event loop on
     ranks that ask. See `generator.ServerGenerator` for ``run_dir``, ``say`` and ``stop``.
     """

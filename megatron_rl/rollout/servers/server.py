@@ -130,7 +130,7 @@ def _checked_row(row: Any, prompt_length: int) -> int:
 
 
 async def load(engine: Any, update: dict[str, Any]) -> dict[str, int]:
-    """Load all weights of ``update`` (`extension.ServerUpdate`) into all workers of ``engine`` (vLLM's AsyncLLM).
+    """Load all weights of ``update`` (`ServerUpdate`) into all workers of ``engine`` (vLLM's AsyncLLM).
 
     Returns ``tensors`` and ``bytes``, the same of every worker. Raises `GroupError` where a broadcast broke off, what
     vLLM raises where its engine is gone, else `RuntimeError`.
