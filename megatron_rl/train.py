@@ -24,7 +24,6 @@ from megatron_rl.run.acceptance import Snapshot, judge
 from megatron_rl.run.engines import hand_over
 from megatron_rl.run.lookahead import Oversampling, staleness_metrics
 from megatron_rl.run.recorded_batches import record_batch
-from megatron_rl.run.saving import write_model_card
 from megatron_rl.run.start import Run, start
 from megatron_rl.types import Batch, Group
 
@@ -265,8 +264,6 @@ def finish(run: Run) -> None:
     if recipe.checkpoint.export_hf:
         folder = run.directory.checkpoints / "hf"
         run.learner.export_hf(folder)
-        if run.monitor.is_main_rank:
-            write_model_card(folder, run.directory, recipe.num_steps)
         run.monitor.log(f"Hugging Face checkpoint: {folder}")
     if run.monitor.is_main_rank:
         run.directory.done.write_text(f"{recipe.num_steps}\n")

@@ -45,8 +45,7 @@ def run_convert(options: argparse.Namespace) -> int:
         megatron-rl convert to-megatron HF OUT
 
     `to-hf` reads what a run wrote (or `to-megatron`); of a run directory, the newest. START is the Hugging Face folder
-    that the run started from (the recipe's model.path): its config.json and tokenizer go into OUT, and from a run's
-    folder a model card (README.md).
+    that the run started from (the recipe's model.path): its config.json and tokenizer go into OUT.
     `--master` takes the fp32 master weights, which a bf16 or fp16 run keeps beside the rounded ones, as
     `precision.export_from: master` does for the rollout engine.
 
@@ -66,9 +65,8 @@ def run_convert(options: argparse.Namespace) -> int:
     instead. Exit status: 0 done, 1 the logits differ, 2 unusable input.
     """
     from megatron_rl.checkpoint import conversion
-    from megatron_rl.checkpoint.manifest import checkpoint_step
     from megatron_rl.learner.model import DTYPES
-    from megatron_rl.run.saving import newest_checkpoint, run_of_checkpoint, sampling_of, write_model_card
+    from megatron_rl.run.saving import newest_checkpoint, run_of_checkpoint, sampling_of
 
     if options.logits and (options.dtype or getattr(options, "master", False)):
         raise InputError(
@@ -89,8 +87,6 @@ def run_convert(options: argparse.Namespace) -> int:
         digests = conversion.to_hf(
             source, target, model.resolve(), dtype=dtype, master=options.master, sampling=sampling
         )
-        if directory is not None:
-            write_model_card(target, directory, checkpoint_step(source))
         hf, megatron = target, source
     else:
         digests = conversion.to_megatron(source, target, dtype=dtype)

@@ -224,17 +224,6 @@ def _data_file(text: str, folder: Path, file: str | None) -> Path:
     )
 
 
-_SNAPSHOT = re.compile(
-    r".*/(models|datasets)--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<revision>[^/]+)(?P<file>/.+)?"
-)
-
-
-def name_of_cached(path: Path) -> str | None:
-    """OWNER/NAME@REVISION[/FILE] of a path in the hub's cache; None for any other."""
-    match = _SNAPSHOT.fullmatch(str(path))
-    return f"{match['owner']}/{match['name']}@{match['revision']}{match['file'] or ''}" if match else None
-
-
 def how_to_download(text: str, kind: Kind) -> str:
     """The command that brings ``text`` into the cache; "" where it is no name of the hub."""
     parsed = _parse(text, kind)

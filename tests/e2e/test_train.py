@@ -231,7 +231,6 @@ def test_resumed_run_continues_bit_for_bit(root):
 
 
 def test_exported_checkpoint_loads_and_holds_the_trained_weights(root):
-    from huggingface_hub import ModelCard
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = root / "whole" / "checkpoints" / "hf"
@@ -243,11 +242,6 @@ def test_exported_checkpoint_loads_and_holds_the_trained_weights(root):
     updates = [adam_largest_update(number, LR, *BETAS) for number in range(1, STEPS + 1)]
     assert 0 < max(moved) <= sum(updates) * (1 + gamma(CLOSED_FORM, torch.float32)) + STEPS * rounding_of_a_weight
     assert AutoTokenizer.from_pretrained(folder)("^12=").input_ids
-    card = ModelCard.load(folder / "README.md")
-    validated = metrics(root, "whole")[-1]
-    assert {result.metric_type: result.metric_value for result in card.data.eval_results} == {
-        name.rpartition("/")[2]: round(value, 4) for name, value in validated.items() if "/pass@" in name
-    }
 
 
 def test_two_ranks_train_like_one(root, log_rho, batches, limits):
