@@ -84,7 +84,7 @@ class AlarmRule(Section):
 
 
 class SamplesConfig(Section):
-    """Responses that are written as text: samples.jsonl, TensorBoard's text page, `megatron-rl run samples RUN`."""
+    """Responses that are written as text: samples.jsonl, `megatron-rl run samples RUN`."""
 
     every: OffCount = 10
     """Steps between them; null or 0: none."""

@@ -145,11 +145,6 @@ class MixedSampler:
         self._most = 1 - Fraction(1, 2 * len(weights) - 2) if len(weights) > 1 else Fraction(0)
         self._drawn = dict.fromkeys(self._samplers, 0)
 
-    @property
-    def epoch(self) -> int:
-        """Number of full passes over the source with the fewest."""
-        return min(sampler.epoch for sampler in self._samplers.values())
-
     def take(self, num_prompts: int) -> list[Prompt]:
         """Return the next ``num_prompts`` prompts, without repetition if each source has enough prompts."""
         names = [self._next() for _ in range(num_prompts)]

@@ -23,8 +23,8 @@ compares sampled tokens in every step, so that nothing rests on trust in a given
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -103,23 +103,12 @@ VECTOR = 64
 """Elements that any CPU's vector loop handles whole: two 512-bit registers of 16-bit numbers."""
 
 
-_forced = False
+_forced = False  # tests set it: kernels on a CPU as well, in Triton's interpreter (TRITON_INTERPRET=1)
 
 
 def on_kernels(x: torch.Tensor) -> bool:
     """Whether ``x`` is computed with by the Triton kernels: on CUDA."""
     return x.is_cuda or _forced
-
-
-@contextmanager
-def forced_kernels() -> Iterator[None]:
-    """Kernels on a CPU as well, in Triton's interpreter (``TRITON_INTERPRET=1``): what tests run."""
-    global _forced
-    _forced, before = True, _forced
-    try:
-        yield
-    finally:
-        _forced = before
 
 
 class BatchInvariant(TorchFunctionMode):

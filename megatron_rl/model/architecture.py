@@ -48,11 +48,6 @@ def neutral(model_type: str) -> dict[str, Neutral]:
     return {key: rule for key, rule in _others(model_type).items() if isinstance(rule, Neutral)}
 
 
-def without_effect(model_type: str) -> dict[str, WithoutEffect]:
-    """The keys that do not change what the model computes."""
-    return {key: rule for key, rule in _others(model_type).items() if isinstance(rule, WithoutEffect)}
-
-
 def _others(model_type: str) -> dict[str, Neutral | WithoutEffect]:
     rules = {**NEUTRAL, **WITHOUT_EFFECT, **FAMILIES[model_type].others}
     return {key: rule for key, rule in rules.items() if key not in FAMILIES[model_type].implemented}

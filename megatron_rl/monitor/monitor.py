@@ -23,10 +23,10 @@ from megatron_rl.config.monitor import AlarmRule, MonitorConfig
 from megatron_rl.errors import Fault, OwnWarning
 from megatron_rl.monitor.alarms import BUILT_IN, AlarmEvent, Alarms, LogGrowth
 from megatron_rl.monitor.run_directory import JsonlSink, RunDirectory
-from megatron_rl.monitor.samples import SampleFile, choose, collect, render, rollout_metrics
-from megatron_rl.monitor.sinks import TensorBoardSink, service_sinks, verl_names
+from megatron_rl.monitor.samples import SampleFile, choose, collect, rollout_metrics
+from megatron_rl.monitor.sinks import TensorBoardSink, service_sinks
 from megatron_rl.monitor.terminal import TerminalSink
-from megatron_rl.types import Batch, Group
+from megatron_rl.types import Group
 
 
 def noise_scale_parts(sq_small: float, sq_big: float, batch_small: float, batch_big: float) -> tuple[float, float]:
@@ -312,7 +312,6 @@ class Monitor:
             self._record = JsonlSink(self.run_dir.metrics)
             self._sinks = {"metrics.jsonl": self._record, "terminal": self._terminal}
             self._samples = SampleFile(self.run_dir.samples)
-            self._room_for_texts = self._samples.max_bytes  # that sample texts may still take in TensorBoard's files
             if config.tensorboard:
                 self._sinks["tensorboard"] = TensorBoardSink(self.run_dir.tensorboard)
             self._sinks |= service_sinks(config.sinks, self.run_dir)
@@ -340,16 +339,13 @@ class Monitor:
         step: int,
         metrics: Mapping[str, float],
         groups: Sequence[Group] | None = None,
-        batch: Batch | None = None,
-        epoch: int | None = None,
         ratios: Mapping[int, dict[str, float] | None] | None = None,
     ) -> list[AlarmEvent]:
         """Write the metrics of ``step`` and return the alarms that went off, the same on every rank.
 
         Adds the metrics derived from ``groups``, clocks and earlier steps; a metric in ``metrics`` takes precedence
-        over a derived one of the same name. ``batch`` (of these groups) and ``epoch`` (of the prompts) go to
-        TensorBoard, together with verl's names (`verl_names`). ``ratios``: `rho_summary` of the samples
-        (`samples_wanted`) by place. A failing sink warns once and never raises here.
+        over a derived one of the same name. ``ratios``: `rho_summary` of the samples (`samples_wanted`) by place. A
+        failing sink warns once and never raises here.
         """
         events: list[AlarmEvent] = []
         if self.is_main_rank:
@@ -364,17 +360,12 @@ class Monitor:
             everything |= self.alarms.metrics(events)
             self.latest = everything
             for name, sink in self._sinks.items():
-                also = self._also_in_tensorboard(step, batch, epoch) if name == "tensorboard" else {}
-                self._guard(name, sink.write, step, everything | also)
+                self._guard(name, sink.write, step, everything)
             for event in events:
                 self.gone_off.setdefault(event.name, event.step)
                 self.log(event.message, style="bold red")
             self._keep_samples(step, groups or (), ratios)
         return self._share(events)
-
-    def _also_in_tensorboard(self, step: int, batch: Batch | None, epoch: int | None) -> dict[str, float]:
-        values = verl_names(step, self.latest, batch)
-        return values if epoch is None else values | {"training/epoch": float(epoch)}
 
     def _mismatch_growth(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         slope = (
@@ -405,13 +396,7 @@ class Monitor:
         config = self.config.samples
         if not config.every or step % config.every or not groups:
             return
-        samples = collect(step, groups, config, ratios)
-        self._guard("samples.jsonl", self._samples.write, samples)
-        if (board := self._sinks.get("tensorboard")) is not None:
-            texts = {f"samples/{number}": render(sample) for number, sample in enumerate(samples, start=1)}
-            self._room_for_texts -= sum(len(text.encode()) for text in texts.values())
-            if self._room_for_texts >= 0:
-                self._guard("tensorboard", board.write_texts, step, texts)
+        self._guard("samples.jsonl", self._samples.write, collect(step, groups, config, ratios))
 
     def _guard(self, name: str, action: Callable[..., None], *arguments: Any) -> None:
         """Call a sink. A failure (such as a full disk) is reported once and tried again at the next step."""

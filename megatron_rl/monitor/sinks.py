@@ -1,8 +1,7 @@
 """Where a run's metrics go besides `metrics.jsonl`: TensorBoard and Weights & Biases.
 
-TensorBoard's event files are written here, also under verl's names where verl's metric means the same as ours. Weights
-& Biases is reached by its own client, in a thread of its own, so that a slow or unreachable service never delays a
-step. Sinks are copies; the record of a run is its `metrics.jsonl`.
+TensorBoard's event files are written here. Weights & Biases is reached by its own client, in a thread of its own, so
+that a slow or unreachable service never delays a step. Sinks are copies; the record of a run is its `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -18,12 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from megatron_rl.config.monitor import SinksConfig, WandbSinkConfig
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.monitor.run_directory import RunDirectory, append_whole
-from megatron_rl.types import Batch
 
 CLOSING_SECONDS = 120.0  # longest wait at the end of a run for a service to take the remaining steps
 MOST_WAITING = 100_000  # steps kept for an unreachable service; beyond, the oldest are dropped
@@ -191,14 +187,6 @@ class TensorBoardSink:
         self._waiting.append(_record(step=step, summary=Summary(value=values)))
         self._flush()
 
-    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Append one event with texts by tag. TensorBoard shows them unchanged, as code rather than Markdown."""
-        if self._file is None:
-            self._begin()
-        values = [_text(tag, text) for tag, text in texts.items()]
-        self._waiting.append(_record(step=step, summary=_scalar_summary(values)))
-        self._flush()
-
     def close(self) -> None:
         """Write the events that still wait. Raises OSError if that fails. No file is kept open."""
         self._flush()
@@ -220,28 +208,6 @@ class TensorBoardSink:
             del self._waiting[0]
 
 
-def _scalar_summary(values: list) -> object:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    return Summary(value=values)
-
-
-def _text(tag: str, text: str) -> object:
-    """Return a value for TensorBoard's text plugin. Four spaces of indentation make each line code in Markdown."""
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-
-    code = "\n".join(f"    {line}" for line in text.split("\n"))
-    data = code.encode("utf-8", "backslashreplace")
-    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-    return Summary.Value(
-        tag=f"{tag}/text_summary",
-        metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
-        tensor=TensorProto(dtype="DT_STRING", string_val=[data], tensor_shape=shape),
-    )
-
-
 def _record(**fields: object) -> bytes:
     """Return one event as a record of an event file: its length, its bytes and the checksums of both."""
     from tensorboard.compat.proto.event_pb2 import Event
@@ -250,54 +216,3 @@ def _record(**fields: object) -> bytes:
     buffer = io.BytesIO()
     RecordWriter(buffer).write(Event(wall_time=time.time(), **fields).SerializeToString())
     return buffer.getvalue()
-
-
-_SAME_AS_VERL = {
-    "timing_s/gen": ("perf/time/generate",),
-    "timing_s/reward": ("perf/time/reward",),
-    "timing_s/old_log_prob": ("perf/time/old_logprobs",),
-    "timing_s/update_actor": (
-        "perf/time/forward_backward",
-        "perf/time/gate",
-        "perf/time/optimizer",
-        "perf/time/noise",
-        "perf/time/reduce_metrics",
-    ),
-    "timing_s/update_weights": ("perf/time/refit",),
-    "timing_s/testing": ("perf/time/validate",),
-    "timing_s/step": ("perf/time/step",),
-    "perf/time_per_step": ("perf/time/step",),
-}
-
-
-def verl_names(step: int, metrics: Mapping[str, float], batch: Batch | None) -> dict[str, float]:
-    """Return the figures of ``metrics`` and ``batch`` under verl's names. verl counts steps from 1."""
-    values = {}
-    for name, ours in _SAME_AS_VERL.items():
-        present = [metrics[our] for our in ours if our in metrics]
-        if present:
-            values[name] = float(sum(present))
-    if batch is None or not batch.sequences:
-        return values
-    values["training/global_step"] = float(step + 1)
-    values["perf/total_num_tokens"] = float(batch.num_tokens)
-    lengths = np.array([sequence.prompt_length for sequence in batch.sequences])
-    values |= _verl_summary("prompt_length/", lengths, np.ones_like(lengths))
-    advantages = np.array([sequence.advantage for sequence in batch.sequences])
-    trained = np.array([sequence.num_trained for sequence in batch.sequences])
-    return values | _verl_summary("critic/advantages/", advantages, trained)
-
-
-def _verl_summary(name: str, values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
-    """Return mean, maximum and minimum of ``values`` [B], weighted by ``weights`` [B], as verl weights by tokens.
-
-    Values of weight 0 do not count.
-    """
-    if not weights.any():
-        return {}
-    seen = values[weights > 0]
-    return {
-        f"{name}mean": float(np.average(values, weights=weights)),
-        f"{name}max": float(seen.max()),
-        f"{name}min": float(seen.min()),
-    }

@@ -88,14 +88,11 @@ class Run:
         self, step: int, metrics: dict[str, float], groups: list[Group] | None = None, batch: Batch | None = None
     ) -> list[AlarmEvent]:
         """`Monitor.record`, and what `checkpoint.keep_best` needs of the line. Collective."""
-        epoch = (
-            None if self.recipe.rollout.max_staleness else self.prompts.epoch
-        )  # ahead of time, it is a later batch's
         ratios = {}
         if groups:
             share_repetition(groups)
             ratios = share_samples(groups, batch, self.monitor.samples_wanted(step, groups))
-        events = self.monitor.record(step, metrics, groups, batch, epoch, ratios)
+        events = self.monitor.record(step, metrics, groups, ratios)
         best = self.recipe.checkpoint.keep_best
         if best is not None and math.isfinite(value := self.monitor.latest.get(best.metric, math.nan)):
             self.scores[step] = value

@@ -182,9 +182,9 @@ def refused() -> dict[str, bool]:
 def step(dtype: str, tensor: int = 1, expert: int = 1) -> Counts:
     """One step with its choice of tokens, which nothing may hold up; as one of ``tensor`` and of ``expert`` ranks. It
     has all weights, and the shapes of what it exchanges are those of ranks that share them out."""
+    from megatron_rl.exact import invariant
     from megatron_rl.exact.doses import Dose
     from megatron_rl.exact.generator import Draws
-    from megatron_rl.exact.invariant import forced_kernels
     from megatron_rl.exact.layers import PagedCache
     from megatron_rl.exact.schedule import Pages, Schedule
     from megatron_rl.exact.turns import Responses, Rows, Turns
@@ -194,7 +194,8 @@ def step(dtype: str, tensor: int = 1, expert: int = 1) -> Counts:
         learner, generator = start(dtype, model={"path": small_model(Path(folder))})
     decoder, counts = generator.policy, Counts()
     passes = decoder.passes
-    with forced_kernels(), torch.no_grad(), torch.device(DEVICE), kernels_recorded(counts), exchanges_recorded(counts):
+    forced = patch.object(invariant, "_forced", True)
+    with forced, torch.no_grad(), torch.device(DEVICE), kernels_recorded(counts), exchanges_recorded(counts):
         without_values(learner.module)
         decoder.device = passes.device = torch.device(DEVICE)
         part = learner.module.decoder.layers[0].self_attention

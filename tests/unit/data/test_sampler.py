@@ -142,8 +142,6 @@ def test_every_source_has_epochs_of_its_own():
     assert Counter(prompt.id for prompt in taken if source(prompt) == "large") == {f"large:{i}": 1 for i in range(30)}
     small = [prompt.id for prompt in taken if source(prompt) == "small"]
     assert all(sorted(small[i : i + 4]) == [f"small:{j}" for j in range(4)] for i in range(0, 28, 4))
-    sampler.take(2)
-    assert sampler.epoch == 1
 
 
 @settings(max_examples=40)

@@ -14,14 +14,11 @@ from transformers import AutoConfig
 
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import (
-    Architecture,
     _is_one_of,
     architecture_from,
-    implemented,
     listed,
     neutral,
     read_architecture,
-    without_effect,
 )
 from megatron_rl.model.families import FAMILIES
 from tests.support.families import NEEDED, SIZES
@@ -245,10 +242,3 @@ def test_a_value_of_one_family_is_refused(model_type, change, said):
     with pytest.raises(InputError) as refused:
         architecture_from(config_of(model_type, **change))
     assert said in str(refused.value)
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_key_is_listed_once(model_type):
-    parts = [set(implemented(model_type)), set(neutral(model_type)), set(without_effect(model_type))]
-    assert sum(map(len, parts)) == len(set.union(*parts))
-    assert isinstance(architecture_from(config_of(model_type)), Architecture)
