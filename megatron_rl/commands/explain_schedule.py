@@ -20,6 +20,7 @@ from megatron_rl.commands.arguments import output_file
 from megatron_rl.config.explain import explain
 from megatron_rl.config.learner import OptimizerConfig, ScheduleConfig
 from megatron_rl.config.loader import read_yaml
+from megatron_rl.config.recipe import without_removed
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.monitor import RunDirectory
@@ -171,6 +172,7 @@ def read_schedule(run: RunDirectory, changes: str) -> tuple[ScheduleConfig, floa
 
 def schedule_of(recipe: Mapping[str, Any], source: str, changes: str) -> tuple[ScheduleConfig, float, bool]:
     """The same of a ``recipe`` as plain values; ``source`` is named in errors."""
+    recipe = without_removed(dict(recipe))
     section: dict[str, Any] = dict(recipe.get("schedule") or {})
     is_own = not changes and section.get("style") == "length-decay"
     if not changes and not is_own:

@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any, Literal
 
 from megatron_rl.config.monitor import Action, AlarmRule, level_rules
+from megatron_rl.config.recipe import without_removed
 from megatron_rl.errors import InputError
 from megatron_rl.monitor.run_directory import decode_line
 
@@ -289,8 +290,9 @@ class Alarms:
 
 
 def own_rules(recipe: Mapping[str, Any]) -> list[AlarmRule]:
-    """`monitor.alarms` of a recipe as plain values."""
-    return [AlarmRule.model_validate(rule) for rule in (recipe.get("monitor") or {}).get("alarms") or ()]
+    """`monitor.alarms` of a recipe as plain values, perhaps of an earlier version's run."""
+    rules = (without_removed(dict(recipe)).get("monitor") or {}).get("alarms") or ()
+    return [AlarmRule.model_validate(rule) for rule in rules]
 
 
 REWARD, HELD_OUT = "critic/rewards/mean", "val/reward/mean"

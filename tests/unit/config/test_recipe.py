@@ -7,8 +7,11 @@ from functools import reduce
 import pytest
 from pydantic import ValidationError
 
+from megatron_rl.commands.explain_schedule import schedule_of
 from megatron_rl.config import load_recipe
+from megatron_rl.config.monitor import AlarmRule
 from megatron_rl.config.recipe import REMOVED, without_removed
+from megatron_rl.monitor.alarms import own_rules
 from tests.support.tiny import REPOSITORY
 
 GRPO = REPOSITORY / "recipes" / "tiny" / "grpo.yaml"
@@ -30,3 +33,11 @@ def test_removed_keys_without_effect_are_read_over():
     values["monitor"]["repetition_ngram"] = 8.0  # another type: not what a run has written
     with pytest.raises(ValidationError, match="repetition_ngram"):
         type(recipe).model_validate(values)
+
+
+def test_readers_of_plain_recipes_read_over_them_too():
+    rule = {"name": "a", "metric": "m", "above": 1.0}
+    old = {"schedule": {"style": "constant", "weight_decay_end": None}, "monitor": {"alarms": [rule]}}
+    old["monitor"]["alarms"][0]["again_after"] = None
+    assert own_rules(old) == [AlarmRule(name="a", metric="m", above=1.0)]
+    assert schedule_of({**old, "schedule": {**old["schedule"], "style": "length-decay", "mode": "auto"}}, "old", "")[2]
