@@ -13,25 +13,32 @@ from tests.support.zygote import run_command
 from tools.gpu.__main__ import NAMES, script_of
 
 GREEN, RED = 0, 1
-CASES = [  # script, fault, a word of the parts that are run, a word of the part that it turns red
+CASES = [  # script, fault, a pattern of the parts that are run, the part that it turns red
     ("r1", "", "", ""),
     ("r1", "", "exact, tp2ep2", ""),
     ("r1", "other_route", "exact, tp2ep2", "exact, tp2ep2, bf16"),
-    ("r1", "rounded", "gradients", "gradients, tp2ep2"),
-    ("r1", "dropped", "gradients", "gradients, dp2"),
+    ("r1", "rounded", "one rank|gradients, tp2ep2", "gradients, tp2ep2"),
+    ("r1", "dropped", "one rank|gradients, dp2", "gradients, dp2"),
     ("r2", "", "", ""),
     ("r2", "patience", "hung", "a rank is hung"),
-    ("r2", "dropped_broadcast", "weights", "weights"),
-    ("r2", "rounded_weights", "weights", "weights"),
+    ("r2", "dropped_broadcast", "weights$", "weights"),
+    ("r2", "rounded_weights", "weights$", "weights"),
     ("r3", "", "", ""),
-    ("r3", "unmarked", "gradients", "gradients, tp2ep2"),
+    ("r3", "unmarked", "one rank|gradients, tp2ep2", "gradients, tp2ep2"),
     ("r3", "lost_moments", "saved", "saved and resumed"),
     ("r4", "", "", ""),
     ("r4", "deaf", "planted", "planted lost_moments"),
     ("r4", "lost_moments", "checkpoint", "checkpoint, 2 ranks"),
+    ("r5", "", "", ""),
+    ("r5", "shifted_routes", "routes", "routes, fp32"),
+    ("r5", "stale_engine", "new weights", "new weights, fp32"),
     ("r6", "", "", ""),
-    ("r6", "slow", "", "generation"),
-    ("r6", "wrong_plan", "", "plan"),
+    ("r6", "slow", "update", "update"),
+    ("r6", "wrong_plan", "update|plan", "plan"),
+    ("r8", "", "", ""),
+    ("r8", "rounded_engine", "pre-training|16|curves", "curves"),
+    ("r9", "", "", ""),
+    ("r9", "old_weights", "updates", "updates in flight, keep"),
 ]
 QUICK = [("r1", "", "exact, tp2ep2", ""), ("r1", "other_route", "exact, tp2ep2", "exact, tp2ep2, bf16")]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tools.gpu.run import SECONDS, Run
 
-NAMES = ("r1", "r2", "r3", "r4", "r6")  # r6 has R7, too
+NAMES = ("r1", "r2", "r3", "r4", "r5", "r6", "r8", "r9")  # r6 has R7, too
 
 
 def script_of(name: str) -> Any:
@@ -33,14 +33,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="the result, written after every part (default: NAME.json)")
     parser.add_argument("--rehearse", action="store_true", help="on this machine's processors")
     parser.add_argument("--plant", metavar="FAULT", default="", help="of the part's PLANTS")
-    parser.add_argument("--only", metavar="WORD", default="", help="parts whose name has this word")
+    parser.add_argument("--only", metavar="PATTERN", default="", help="parts with this in their name")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="go on with what is there and in the result")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts (default %(default)g)")
     options = parser.parse_args(arguments)
     script = script_of(options.name)
     if options.plant and options.plant not in script.PLANTS:
         parser.error(f"--plant {options.plant}: {options.name} has {', '.join(script.PLANTS)}")
     out = options.out or Path(f"{options.name}.json")
-    script.main(run := Run(options.name, out, options.rehearse, options.plant, options.seconds, options.only))
+    how = {"plant": options.plant, "seconds": options.seconds, "only": options.only, "keep": options.keep}
+    script.main(run := Run(options.name, out, options.rehearse, **how))
     return run.end()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 
@@ -97,18 +98,76 @@ def slow() -> None:
 
 
 def unmarked() -> None:
-    """Nothing marks expert weights, as TransformerEngine leaves them."""
-    _of_the_doctor("unmarked_experts", "experts")
+    """Nothing marks expert weights: they pass for copies of those of other ranks."""
+    from megatron_rl.learner import model
+
+    def unmark(module: Any) -> None:
+        for name, parameter in module.named_parameters():
+            for mark in ("allreduce", "tensor_model_parallel") if ".experts." in name else ():
+                vars(parameter).pop(mark, None)
+
+    model.mark_expert_parameters = unmark
 
 
 def lost_moments() -> None:
     """A load brings Adam's second moments back at half."""
-    _of_the_doctor("lost_moments", "checkpoint")
+    _of_the_doctor("lost_moments", "learner", "checkpoint")
 
 
-def _of_the_doctor(program: str, check: str) -> None:
+def stale_engine() -> None:
+    """An engine takes updates and keeps its weights."""
+    _of_the_doctor("stale_engine", "engine", "refit")
+
+
+def _of_the_doctor(program: str, module: str, check: str) -> None:
     """What a program of the doctor's tests breaks, without its check."""
     from tests.parallel.programs import doctor
 
-    with mock.patch.object(doctor.learner, check):
+    with mock.patch.object(getattr(doctor, module), check):
         getattr(doctor, program)(None)
+
+
+def shifted_routes() -> None:
+    """vLLM returns the experts of the row before."""
+    import numpy as np
+    from vllm.outputs import CompletionOutput
+
+    own = CompletionOutput.__init__
+
+    def init(self, *arguments: Any, **options: Any) -> None:
+        own(self, *arguments, **options)
+        if self.routed_experts is not None:
+            self.routed_experts = np.roll(self.routed_experts, 1, axis=0)
+
+    CompletionOutput.__init__ = init
+
+
+def old_weights() -> None:
+    """Servers get the weights of the update before, under the name of the new one."""
+    from megatron_rl.rollout.servers.weight_broadcast import Sender
+
+    own, kept = Sender.send, []
+
+    def send(self, tensors: Any) -> Any:
+        kept.append([(name, tensor.clone()) for name, tensor in tensors])
+        return own(self, kept[-2:][0])
+
+    Sender.send = send
+
+
+def rounded_engine() -> None:
+    """An engine in fp16 gets weights that were rounded to fp8, but for those that it is checked with at its start."""
+    import torch
+
+    from megatron_rl.rollout.vllm_engine import VllmGenerator
+
+    own = VllmGenerator.refit
+
+    def rounded(tensor: Any) -> Any:
+        return tensor.to(torch.float8_e4m3fn).to(tensor.dtype) if tensor.dtype is torch.float16 else tensor
+
+    def refit(self, weights: Any, policy_version: int) -> None:
+        given = ((name, rounded(tensor)) for name, tensor in weights)
+        return own(self, given if policy_version else weights, policy_version)
+
+    VllmGenerator.refit = refit

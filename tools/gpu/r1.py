@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tools.gpu.r4 import check
-from tools.gpu.run import Problem, Run
+from tools.gpu.run import Job, Problem, Run
 
 PLANTS = ("rounded", "dropped", "other_route")
 LAYOUTS = {"tp2ep2": {"tensor": 2, "expert": 2}, "ep2": {"expert": 2}, "dp2": {}}
@@ -18,53 +18,66 @@ EPS = 1e-3  # Adam divides by the root of a second moment: with a smaller one, r
 
 def main(run: Run) -> None:
     run.part("collectives", partial(check, run, "collectives", 2))
-    one: dict[str, Any] = {}
-    run.part("gradients, one rank", lambda: alone(run, one))
-    for layout in LAYOUTS:
-        run.part(f"gradients, {layout}", partial(gradients, run, layout, one))
+    compare_gradients(run)
     others = () if run.rehearse else ("fp32", "fp16")
-    for layout, dtype in [*((layout, "bf16") for layout in LAYOUTS), *(("tp2ep2", dtype) for dtype in others)]:
-        run.part(f"exact, {layout}, {dtype}", partial(exact, run, layout, dtype))
+    cases = [*((layout, "bf16") for layout in LAYOUTS), *(("tp2ep2", dtype) for dtype in others)]
+    jobs, found = {f"exact, {layout}, {dtype}": exact_job(run, layout, dtype) for layout, dtype in cases}, {}
+    for layout, dtype in cases:
+        run.part(f"exact, {layout}, {dtype}", partial(exact, run, jobs, found, layout, dtype))
 
 
-def exact(run: Run, layout: str, dtype: str) -> dict[str, Any]:
-    """Two steps of the recipe of exact mode: no sampled token has another probability in the update."""
-    from tools.dev.exact_runs import Outcome, arguments, run_name
+def exact_job(run: Run, layout: str, dtype: str) -> Job:
+    from tools.dev.exact_runs import arguments
 
     values = arguments(run.folder, run.tiny_model(), layout, dtype, steps=STEPS, sequences=8)
-    values += ["--set", f"runtime.device={run.device}"]
-    job = ("tests.e2e.programs.exact_runs.train", {"runs": [values]})
-    ended = run.ranks(2, {"train": job}, 180)
-    found = [results["train"] for results in ended.whole()]
-    if found != [[0], [0]]:
-        raise Problem(f"the run left with status {found}:\n{ended.logs[0]}")
+    return "tests.e2e.programs.exact_runs.train", {"runs": [[*values, "--set", f"runtime.device={run.device}"]]}
+
+
+def exact(run: Run, jobs: dict[str, Job], found: dict[str, Any], layout: str, dtype: str) -> dict[str, Any]:
+    """Two steps of the recipe of exact mode: no sampled token has another probability in the update."""
+    from tools.dev.exact_runs import Outcome, run_name
+
+    status = run.of_job(found, 2, jobs, f"exact, {layout}, {dtype}")
+    if status != [[0], [0]]:
+        raise Problem(f"the run left with status {status}:\n{found['ended'].logs[0]}")
     gates = Outcome.of(run.folder / run_name(layout, dtype)).gates
     if gates != [0.0] * STEPS:
         raise Problem(f"exact/max_abs_prob_diff is {gates}, not 0 in {STEPS} steps")
     return {"exact/max_abs_prob_diff": gates}
 
 
-def train(run: Run, size: int, parallel: dict[str, int], libraries: str) -> dict[str, Any]:
-    """What the first rank returns, in fp32."""
+def compare_gradients(run: Run, libraries: str = "") -> None:
+    """Parts that update on one rank, and on two in each layout."""
+    jobs = {f"gradients, {layout}": updates(run, parallel) for layout, parallel in LAYOUTS.items()}
+    one: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    run.part("gradients, one rank", lambda: alone(run, one, libraries))
+    for part in jobs:
+        run.part(part, partial(gradients, run, jobs, found, part, one, libraries))
+
+
+def updates(run: Run, parallel: dict[str, int]) -> Job:
+    """Updates in fp32."""
     learner = {"optimizer": {"lr": 1e-4, "eps": EPS}, "parallel": parallel}
     sections = {"num_steps": STEPS, "runtime": {"device": run.device}, "learner": learner}
-    job = ("tests.parallel.programs.learner.train_on_stored_rollouts", sections)
-    return run.ranks(size, {"train": job}, 120, libraries=libraries).whole()[0]["train"]
+    return "tests.parallel.programs.learner.train_on_stored_rollouts", sections
 
 
-def alone(run: Run, one: dict[str, Any], libraries: str = "") -> dict[str, Any]:
-    one |= train(run, 1, {}, libraries)
+def alone(run: Run, one: dict[str, Any], libraries: str) -> dict[str, Any]:
+    one |= run.ranks(1, {"train": updates(run, {})}, 120, libraries=libraries).whole()[0]["train"]
     return {"grad_norm": [step["actor/grad_norm"] for step in one["metrics"]]}
 
 
-def gradients(run: Run, layout: str, one: dict[str, Any], libraries: str = "") -> dict[str, Any]:
+def gradients(
+    run: Run, jobs: dict[str, Job], found: dict[str, Any], part: str, one: dict[str, Any], libraries: str
+) -> dict[str, Any]:
     """Log-probs, gradient norms and weights after two updates, within what the order of fp32's sums explains."""
     from tests.support.plain_training import float32_limits
 
     if not one:
         raise Problem("there is no run of one rank to compare with")
-    limits, several = float32_limits(STEPS, eps=EPS), train(run, 2, LAYOUTS[layout], libraries)
-    return compared(several, one, limits)
+    limits = float32_limits(STEPS, eps=EPS)
+    return compared(run.of_job(found, 2, jobs, part, libraries=libraries)[0], one, limits)
 
 
 def compared(several: dict[str, Any], one: dict[str, Any], limits: Any) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from megatron_rl.process.host import write_whole
 from tools.gpu.run import Problem, Run
 
 PLANTS = ("patience", "dropped_broadcast", "rounded_weights")
-TIMEOUT_S = 12.0  # learner.parallel.timeout_minutes
-MARGIN_S = 60.0  # from then on, for the start of ranks and their end
+TIMEOUT_S, TIMEOUT_REHEARSED_S = 12.0, 8.0  # learner.parallel.timeout_minutes
+MARGIN_S, MARGIN_REHEARSED_S = 60.0, 20.0  # from then on, for the end of ranks
 MESSAGE = re.compile(r"(run failed: .*|.*Watchdog caught.*|.*(?:Connection closed|timed out|Timed out).*)")
 LOST = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}
 STALL_S = 15.0
@@ -35,16 +35,17 @@ def lost(run: Run, how: str) -> dict[str, Any]:
     """The second rank is lost in the second step: how, when and with which message did the first one end?"""
     from tools.dev.exact_runs import arguments
 
+    timeout, margin = (TIMEOUT_REHEARSED_S, MARGIN_REHEARSED_S) if run.rehearse else (TIMEOUT_S, MARGIN_S)
     values = arguments(run.folder / how, run.tiny_model(), "ep2", "bf16", steps=20, sequences=8)
     values += ["--set", f"runtime.device={run.device}"]
-    values += ["--set", f"learner.parallel.timeout_minutes={TIMEOUT_S / 60}"]
+    values += ["--set", f"learner.parallel.timeout_minutes={timeout / 60}"]
     job = ("tools.gpu.r2.train_until", {"how": how, "arguments": values, "folder": str(run.folder)})
-    limit = TIMEOUT_S + MARGIN_S
+    limit, mark = timeout + margin, run.folder / f"{how}.lost"
     # The killed rank is the first to end, and the other has its time from then on; a hung one never ends.
-    ended = run.ranks(2, {"train": job}, 2 * limit, grace_s=limit if how == "killed" else 1.0)
-    if not (mark := run.folder / how).with_suffix(".lost").exists():
+    ended = run.ranks(2, {"train": job}, limit, grace_s=limit if how == "killed" else 1.0, mark=mark)
+    if not mark.exists():
         raise Problem(f"no rank was {how}:\n{ended.logs[0]}")
-    took = ended.seconds[0] - (float(mark.with_suffix(".lost").read_text()) - ended.began)
+    took = ended.seconds[0] - (float(mark.read_text()) - ended.began)
     if ended.codes[0] is None or took > limit:
         raise Problem(f"rank 0 was still running {took:.0f} s after rank 1 was {how}:\n{ended.logs[0]}")
     said = MESSAGE.findall(ended.logs[0])

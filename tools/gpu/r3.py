@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from tools.gpu.r1 import EPS, LAYOUTS, alone, gradients
+from tools.gpu.r1 import EPS, LAYOUTS, compare_gradients
 from tools.gpu.r4 import check
 from tools.gpu.run import Problem, Run
 
@@ -13,10 +13,7 @@ PLANTS = ("unmarked", "lost_moments")
 
 
 def main(run: Run) -> None:
-    one: dict[str, Any] = {}
-    run.part("gradients, one rank", lambda: alone(run, one, "te"))
-    for layout in LAYOUTS:
-        run.part(f"gradients, {layout}", partial(gradients, run, layout, one, "te"))
+    compare_gradients(run, "te")
     run.part("saved and resumed", partial(resumed, run))
     # Fused attention in bf16; in a rehearsal Megatron's own layers.
     run.part("context", partial(check, run, "context", 2))

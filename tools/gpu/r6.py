@@ -35,26 +35,24 @@ def main(run: Run) -> None:
     run.part("plan", partial(planned, run, found))
 
 
-def made_up_model(run: Run) -> str:
-    """The folder of a model with random weights in bf16, in files of one layer each; made once."""
+def made_up_model(folder: Path, changes: dict[str, Any], device: str) -> str:
+    """Make a model at ``folder``, unless it is there: the tiny one with ``changes`` in its configuration and random
+    weights in bf16, in files of one layer each."""
     import torch
     from safetensors.torch import save_file
 
     from megatron_rl.checkpoint.hf_folder import model_shapes
-    from megatron_rl.model.architecture import KNOWN_MODELS, read_architecture
+    from megatron_rl.model.architecture import read_architecture
 
-    if (folder := run.folder / "widths").exists():
+    if folder.exists():
         return str(folder)
     shutil.copytree(TINY / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((folder / "config.json").read_text())
-    if not run.rehearse:
-        config |= KNOWN_MODELS[MODEL] | {"num_hidden_layers": LAYERS, "architectures": config["architectures"]}
-        config["num_local_experts"] = config["num_experts"]
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    config = json.loads((folder / "config.json").read_text()) | changes | {"dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
     parts: dict[str, dict[str, Any]] = {}
     torch.manual_seed(0)
     for name, shape in model_shapes(read_architecture(folder)).items():
-        tensor = torch.randn(shape, dtype=torch.bfloat16, device=run.device) * 0.02
+        tensor = torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.02
         part = name.partition(".layers.")[2].partition(".")[0] or "outside"
         parts.setdefault(part, {})[name] = (tensor + 1 if name.endswith("norm.weight") else tensor).cpu()
     place = {}
@@ -64,6 +62,16 @@ def made_up_model(run: Run) -> str:
         place |= dict.fromkeys(tensors, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
     return str(folder)
+
+
+def widths(rehearse: bool) -> dict[str, Any]:
+    """What differs from the tiny model's configuration."""
+    from megatron_rl.model.architecture import KNOWN_MODELS
+
+    if rehearse:
+        return {}
+    known = {name: value for name, value in KNOWN_MODELS[MODEL].items() if name != "architectures"}
+    return known | {"num_hidden_layers": LAYERS, "num_local_experts": known["num_experts"]}
 
 
 def recipe_of(model: str, device: str, sizes: dict[str, int]) -> Any:
@@ -93,7 +101,8 @@ def recipe_of(model: str, device: str, sizes: dict[str, int]) -> Any:
 def beside(run: Run, name: str, found: dict[str, Any]) -> dict[str, Any]:
     """Ours beside the engine alone, by both clocks."""
     sizes = REHEARSED if run.rehearse else SIZES
-    values = {"model": made_up_model(run), "device": run.device, "sizes": sizes}
+    model = made_up_model(run.folder / "widths", widths(run.rehearse), run.device)
+    values = {"model": model, "device": run.device, "sizes": sizes}
     (results,) = run.ranks(1, {name: (f"tools.gpu.r6.{name}", values)}, 240).whole()
     found[name] = results[name]
     clock = "processor time" if run.rehearse else "wall clock"
@@ -153,8 +162,8 @@ def work_of(run: Run, sizes: dict[str, int]) -> Any:
 def shares(run: Run, name: str, found: dict[str, Any]) -> dict[str, float]:
     """The share of the measured bandwidth that a decoding step reaches, or of the rate of products that an update
     does: by the bytes and the operations that the arithmetic needs, not those that kernels make."""
-    from megatron_rl.instruments.plan.generation import Decoding, engine_memory
-    from megatron_rl.instruments.plan.search import flops_forward
+    from megatron_rl.instruments.plan.generation import engine_memory
+    from megatron_rl.instruments.plan.timing import flops_forward
 
     sizes = REHEARSED if run.rehearse else SIZES
     work, seconds = work_of(run, sizes), ours(found, name)
@@ -162,9 +171,8 @@ def shares(run: Run, name: str, found: dict[str, Any]) -> dict[str, float]:
         done = 3 * sum(flops_forward(work.architecture, length, length) for length in found[name]["lengths"])
         return {"share of the rate of products": done / seconds / found["rates"]["products"]}
     engine = engine_memory(work.recipe, work.architecture, work.gpu, 0.9)
-    costs, sequences = Decoding.of(work, engine), sizes["prompts"] * sizes["group"]
-    context = sequences * (12 + sizes["length"] / 2)
-    num_bytes = costs.read(sequences) / costs.read_byte + context * engine.token_bytes
+    context = sizes["prompts"] * sizes["group"] * (12 + sizes["length"] / 2)
+    num_bytes = engine.weights + context * engine.token_bytes  # so many sequences need all experts
     return {"share of the bandwidth": num_bytes * sizes["length"] / seconds / found["rates"]["copies"]}
 
 
@@ -175,10 +183,10 @@ def planned(run: Run, found: dict[str, Any]) -> dict[str, Any]:
     """
     from megatron_rl.instruments.plan.generation import engine_memory
     from megatron_rl.instruments.plan.learner import learner_memory
-    from megatron_rl.instruments.plan.search import step_time
+    from megatron_rl.instruments.plan.timing import step_time
 
-    if missing := {"update", "generation"} - found.keys():
-        raise NotRun(f"{' and '.join(sorted(missing))}: no figures")
+    if "update" not in found:
+        raise NotRun("update: no figures")
     sizes, lengths = (REHEARSED if run.rehearse else SIZES), found["update"]["lengths"]
     work = work_of(run, sizes)
     times = step_time(work, engine_memory(work.recipe, work.architecture, work.gpu, 0.9))
@@ -188,18 +196,18 @@ def planned(run: Run, found: dict[str, Any]) -> dict[str, Any]:
     pairs = {  # measured, planned; times of as many tokens and sequences as there were
         "memory, GiB": (found["update"]["peak_gib"], (held.static + held.dynamic) / 2**30),
         "update, s": (ours(found, "update"), times.update * sum(lengths) / work.trained_tokens + times.optimizer),
-        "generation, s": (
-            ours(found, "generation"),
-            times.generate * sizes["prompts"] * sizes["group"] / work.sampled_sequences,
-        ),
     }
+    if "generation" in found:
+        planned_s = times.generate * sizes["prompts"] * sizes["group"] / work.sampled_sequences
+        pairs["generation, s"] = ours(found, "generation"), planned_s
     if run.plant == "wrong_plan":
         pairs = {name: (measured, plan / 3) for name, (measured, plan) in pairs.items()}
     figures = {name: {"measured": measured, "plan": plan} for name, (measured, plan) in pairs.items()}
     factors = (
         {"memory, GiB": MEMORY_REHEARSED} if run.rehearse else {"memory, GiB": MEMORY} | dict.fromkeys(TIMES, TIME)
     )
-    if wrong := [name for name, most in factors.items() if not 1 / most <= pairs[name][0] / pairs[name][1] <= most]:
+    over = {name: measured / plan for name, (measured, plan) in pairs.items() if name in factors}
+    if wrong := [name for name, factor in over.items() if not 1 / factors[name] <= factor <= factors[name]]:
         raise Problem(f"{'; '.join(wrong)}: plan is off by more than {[factors[name] for name in wrong]}: {figures}")
     return figures
 

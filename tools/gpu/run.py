@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,8 @@ class Ranks:
 
 @dataclass
 class Run:
-    """``only``: a word of the names of parts that are run; empty: all."""
+    """``keep``: a folder for what parts leave to others; parts that are green in ``out`` are not run again then.
+    ``only``: a pattern in the names of parts that are run; empty: all."""
 
     name: str
     out: Path
@@ -91,11 +93,16 @@ class Run:
     plant: str = ""
     seconds: float = SECONDS
     only: str = ""
+    keep: Path | None = None
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     start: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix=f"gpu-{self.name}-"))
+        self.folder = self.keep or Path(tempfile.mkdtemp(prefix=f"gpu-{self.name}-"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.keep and self.out.exists():
+            parts = json.loads(self.out.read_text())["parts"]
+            self.parts = {name: part for name, part in parts.items() if part["state"] == "green"}
         self.write()
 
     @property
@@ -108,7 +115,7 @@ class Run:
 
     def part(self, name: str, function: Callable[[], Mapping[str, Any] | None]) -> None:
         """Run ``function``, and write what it returns, its figures, or what it raises: a `Problem`, or any error."""
-        if self.only not in name:
+        if not re.search(self.only, name) or name in self.parts:
             return
         part = self.parts[name] = {"state": "open", "reason": "it was under way when the run was cut off"}
         self.write()
@@ -170,12 +177,13 @@ class Run:
         libraries: str = "",
         grace_s: float = GRACE_S,
         plant: str | None = None,
+        mark: Path | None = None,
     ) -> Ranks:
         """Run ``jobs``, one after the other, on ``size`` ranks of this machine's one device, for at most ``seconds``,
         and for ``grace_s`` after one failed.
 
         ``plant``: the fault of its processes, default that of this run. ``libraries``: "te" for TransformerEngine,
-        whose reference takes its place in a rehearsal.
+        whose reference takes its place in a rehearsal. ``mark``: a file; ``seconds`` count from when it is there.
         """
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         (folder / "jobs.pkl").write_bytes(pickle.dumps((dict(jobs), self.device, libraries)))
@@ -183,16 +191,29 @@ class Run:
         processes, logs = [], [folder / f"rank{rank}.log" for rank in range(size)]
         for log, environment in zip(logs, self.environments(size, self.plant if plant is None else plant), strict=True):
             with log.open("wb") as file:
+                if self.rehearse and libraries != "te":
+                    processes.append(Forked(folder, environment, file.fileno()))
+                    continue
                 how = {"env": environment, "stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
                 processes.append(subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, **how))
         began = time.monotonic()
         try:
-            codes, ended = watch(processes, min(seconds, self.left), grace_s)
+            codes, ended = watch(processes, min(seconds, self.left), grace_s, mark, self.left)
         finally:
             for process in processes:
                 end(process)
         results = [read_results(folder, rank) for rank in range(size)]
         return Ranks(codes, ended, results, [log.read_text(errors="replace")[-LOG_CHARACTERS:] for log in logs], began)
+
+    def of_job(self, found: dict[str, Any], size: int, jobs: Mapping[str, Job], name: str, **options: Any) -> list[Any]:
+        """What each rank returned of the job ``name``. All ``jobs`` that this run asks for are made in one start, the
+        first time that one is wanted; each has the name of its part."""
+        if "ended" not in found:
+            wanted = {part: job for part, job in jobs.items() if re.search(self.only, part)}
+            found["ended"] = self.ranks(size, wanted, **options)
+        if any(name not in results for results in found["ended"].results):
+            found["ended"].whole()
+        return [results[name] for results in found["ended"].results]
 
     def shared(self) -> dict[str, str]:
         """Environment variables of all processes that use the GPU together."""
@@ -209,10 +230,47 @@ class Run:
         return [base | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
-def watch(processes: list[subprocess.Popen], seconds: float, grace_s: float) -> tuple[list[int | None], list[float]]:
-    """Wait until all have ended, ``seconds`` have passed, or ``grace_s`` since one failed. Status and seconds of
-    each."""
-    start, limit = time.monotonic(), time.monotonic() + seconds
+class Forked:
+    """A rank of a rehearsal: this process may have done the imports that take most of a start."""
+
+    returncode: int | None = None
+
+    def __init__(self, folder: Path, environment: dict[str, str], output: int) -> None:
+        if self_pid := os.fork():
+            self.pid = self_pid
+            return
+        try:
+            os.setsid()
+            for stream in (1, 2):
+                os.dup2(output, stream)
+            os.environ.clear()
+            os.environ.update(environment)
+            from tools.gpu import rank
+
+            rank.main(folder)
+        except BaseException:  # noqa: BLE001 - nothing of the caller's is to run in this process
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    def poll(self, options: int = os.WNOHANG) -> int | None:
+        if self.returncode is None and (ended := os.waitpid(self.pid, options))[0]:
+            self.returncode = os.waitstatus_to_exitcode(ended[1])
+        return self.returncode
+
+    def wait(self) -> int | None:
+        return self.poll(0)
+
+
+Process = subprocess.Popen | Forked
+
+
+def watch(
+    processes: Sequence[Process], seconds: float, grace_s: float, mark: Path | None = None, most: float = SECONDS
+) -> tuple[list[int | None], list[float]]:
+    """Wait until all have ended, ``seconds`` have passed (since ``mark`` is there, in all ``most``), or ``grace_s``
+    since one failed. Status and seconds of each."""
+    start, limit = time.monotonic(), time.monotonic() + (seconds if mark is None else most)
     ended: dict[int, float] = {}
     while len(ended) < len(processes) and time.monotonic() < limit:
         for number, process in enumerate(processes):
@@ -220,12 +278,14 @@ def watch(processes: list[subprocess.Popen], seconds: float, grace_s: float) -> 
                 ended[number] = time.monotonic() - start
                 if process.returncode:
                     limit = min(limit, time.monotonic() + grace_s)
+        if mark is not None and mark.exists():
+            limit, mark = min(limit, time.monotonic() + seconds), None
         time.sleep(0.02)
     passed = time.monotonic() - start
     return [process.poll() for process in processes], [ended.get(n, passed) for n in range(len(processes))]
 
 
-def end(process: subprocess.Popen) -> None:
+def end(process: Process) -> None:
     """End a rank, and all that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
