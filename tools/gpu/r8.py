@@ -42,6 +42,8 @@ RISE = 0.1  # least rise of the reward, mean of the last third over that of the 
 
 def main(run: Run) -> None:
     sizes = REHEARSED if run.rehearse else SIZES
+    if not (run.folder / "model").exists():
+        run.parts.pop("pre-training", None)  # of another machine
     run.part("pre-training", partial(pretrained, run, sizes))
     seeds = SEEDS[:1] if run.rehearse else SEEDS
     for seed in seeds:
