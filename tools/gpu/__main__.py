@@ -3,7 +3,7 @@
 python -m tools.gpu r1 --out r1.json                    on a GPU; status 0 green, 1 red, 3 something is open
 python -m tools.gpu r1 --rehearse                       here: gloo for NCCL, CPU engines, small sizes
 python -m tools.gpu r1 --rehearse --plant rounded       with a planted fault, of which the verdict must tell
-python -m tools.gpu pack --help                         make what travels small
+python -m tools.gpu pack --help                         make what travels small; extension --help compiles
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ def script_of(name: str) -> Any:
 
 
 def main(arguments: list[str]) -> int:
-    if arguments[:1] == ["pack"]:
-        from tools.gpu import pack
-
-        return pack.main(arguments[1:])
+    if arguments[:1] in (["pack"], ["extension"]):
+        return script_of(arguments[0]).main(arguments[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--out", type=Path, help="the result, written after every part (default: NAME.json)")

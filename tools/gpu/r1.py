@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -46,14 +47,20 @@ def exact(run: Run, jobs: dict[str, Job], found: dict[str, Any], layout: str, dt
     return {"exact/max_abs_prob_diff": gates}
 
 
-def compare_gradients(run: Run, libraries: str = "") -> None:
-    """Parts that update on one rank, and on two in each layout."""
+def compare_gradients(run: Run, libraries: str = "", **more: Job) -> Callable[[str], Any]:
+    """Parts that update on one rank, and on two in each layout. Returns what gives the first rank's result of a job, of
+    these or of ``more``, which are made in the same start of two ranks."""
     jobs = {f"gradients, {layout}": updates(run, parallel) for layout, parallel in LAYOUTS.items()}
     one: dict[str, Any] = {}
     found: dict[str, Any] = {}
+
+    def of_two(part: str) -> Any:
+        return run.of_job(found, 2, jobs | more, part, libraries=libraries)[0]
+
     run.part("gradients, one rank", lambda: alone(run, one, libraries))
     for part in jobs:
-        run.part(part, partial(gradients, run, jobs, found, part, one, libraries))
+        run.part(part, partial(gradients, of_two, part, one))
+    return of_two
 
 
 def updates(run: Run, parallel: dict[str, int]) -> Job:
@@ -68,16 +75,13 @@ def alone(run: Run, one: dict[str, Any], libraries: str) -> dict[str, Any]:
     return {"grad_norm": [step["actor/grad_norm"] for step in one["metrics"]]}
 
 
-def gradients(
-    run: Run, jobs: dict[str, Job], found: dict[str, Any], part: str, one: dict[str, Any], libraries: str
-) -> dict[str, Any]:
+def gradients(of_two: Callable[[str], Any], part: str, one: dict[str, Any]) -> dict[str, Any]:
     """Log-probs, gradient norms and weights after two updates, within what the order of fp32's sums explains."""
     from tests.support.plain_training import float32_limits
 
     if not one:
         raise Problem("there is no run of one rank to compare with")
-    limits = float32_limits(STEPS, eps=EPS)
-    return compared(run.of_job(found, 2, jobs, part, libraries=libraries)[0], one, limits)
+    return compared(of_two(part), one, float32_limits(STEPS, eps=EPS))
 
 
 def compared(several: dict[str, Any], one: dict[str, Any], limits: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from tools.gpu.run import Problem, Run
 
 PLANTS = ("old_weights",)
-LENGTH, PROMPTS, SAMPLES = 120, 4, 3
+LENGTH, PROMPTS, SAMPLES = 120, 3, 2
 MOST_UPDATES = 6
 MOST_S, MOST_REHEARSED_S = 210.0, 500.0  # of a mode; a rehearsal's machine may be busy
 BACK = 0.6  # of that time, for another server to start
