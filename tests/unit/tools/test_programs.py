@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-PROGRAMS = sorted(path for folder in ("bench", "dev") for path in (REPOSITORY / "tools" / folder).rglob("*.py"))
+PROGRAMS = sorted(path for folder in ("bench", "dev", "gpu") for path in (REPOSITORY / "tools" / folder).rglob("*.py"))
 OURS = ("megatron_rl", "tests", "tools")
 
 
@@ -21,7 +21,7 @@ def file_of(module: str) -> Path | None:
 
 def names_in(file: Path) -> set[str]:
     """What can be imported from a file: what it binds at its top, and the modules of a package."""
-    names = {path.stem for path in file.parent.glob("*.py")} if file.name == "__init__.py" else set()
+    names = {path.stem for path in file.parent.iterdir()} if file.name == "__init__.py" else set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
