@@ -22,8 +22,9 @@ from pathlib import Path
 UNITS = 6
 FLAGS = "-O1 -g0 -w -fPIC -std=c++17 -fvisibility=hidden -DTORCH_API_INCLUDE_EXTENSION_H"
 FLAGS += " -DTORCH_EXTENSION_NAME=transformer_engine_torch"
-LOADED = {f"lib{name}" for name in ("transformer_engine.so", "cudart.so.13", "c10.so", "c10_cuda.so", "torch.so")}
-LOADED |= {f"libtorch_{name}.so" for name in ("cpu", "cuda", "python")}  # they are in the process before it
+LOADED = {f"lib{name}.so" for name in ("transformer_engine", "c10", "c10_cuda", "torch")}  # before it, in its process
+LOADED |= {f"libtorch_{name}.so" for name in ("cpu", "cuda", "python")}
+LOADED |= {"libcudart.so.13", "libcublasLt.so.13", "libcudnn.so.9"}
 PYTHON = re.compile("_?Py")
 
 

@@ -88,13 +88,13 @@ def rounded_weights() -> None:
 
 
 def slow() -> None:
-    """Each batch is sampled, and each update computed, twenty times."""
+    """Each batch is sampled, and each update computed, ten times."""
     from megatron_rl.learner.learner import Learner
     from megatron_rl.rollout.vllm_engine import VllmGenerator
 
     for kind, name in ((Learner, "update"), (VllmGenerator, "rollout")):
         own = getattr(kind, name)
-        setattr(kind, name, lambda *arguments, own=own, **options: [own(*arguments, **options) for _ in range(20)][-1])
+        setattr(kind, name, lambda *arguments, own=own, **options: [own(*arguments, **options) for _ in range(10)][-1])
 
 
 def unmarked() -> None:
