@@ -76,6 +76,6 @@ def main(arguments: list[str]) -> int:
         link += ["-Wl,--allow-shlib-undefined,-z,defs,--warn-unresolved-symbols"]
         said = subprocess.run(link, capture_output=True, text=True, check=True).stderr
     missing = {symbol for symbol in re.findall(r"undefined reference to `([^']*)", said) if not PYTHON.match(symbol)}
-    print(f"{options.out}: {options.out.stat().st_size / (1 << 20):.1f} MiB, linked with {len(libraries)} libraries")
-    print(f"{len(missing)} symbols are nowhere {sorted(missing)[:5]}")
+    size = options.out.stat().st_size / (1 << 20)
+    print(f"{size:.1f} MiB, linked with {len(libraries)} libraries; symbols that are nowhere: {sorted(missing)[:5]}")
     return int(bool(missing) or len(libraries) != len(LOADED))

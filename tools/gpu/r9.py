@@ -20,8 +20,7 @@ from tools.gpu.run import Problem, Run
 PLANTS = ("old_weights",)
 LENGTH, PROMPTS, SAMPLES = 120, 3, 2
 MOST_UPDATES = 6
-MOST_S, MOST_REHEARSED_S = 210.0, 500.0  # of a mode; a rehearsal's machine may be busy
-BACK = 0.6  # of that time, for another server to start
+MOST_S, MOST_REHEARSED_S, BACK = 210.0, 500.0, 0.6  # of a mode, and the share of it for another server to start
 
 
 def main(run: Run) -> None:

@@ -236,8 +236,8 @@ class Forked:
     returncode: int | None = None
 
     def __init__(self, folder: Path, environment: dict[str, str], output: int) -> None:
-        if self_pid := os.fork():
-            self.pid = self_pid
+        self.pid = os.fork()
+        if self.pid:
             return
         try:
             os.setsid()
