@@ -2,7 +2,7 @@
 
 This module decides when a rule goes off; the training loop carries out its actions.
 
-Runs may be packed into one file: `lab pack` and `tools.dev.unstable_runs` write them, lines of JSON under xz.
+Runs may be packed into one file: lines of JSON under xz, as `lab pack` writes them.
 """
 
 from __future__ import annotations

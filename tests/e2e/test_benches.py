@@ -6,15 +6,19 @@ from __future__ import annotations
 import pytest
 
 from tests.support.zygote import run_command
-from tools.bench.__main__ import MADE_UP_PROBLEMS, PROBLEMS, SMOKE
+from tools.bench.__main__ import SMOKE
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", SMOKE)
-def test_smoke(name, tmp_path):
-    problems = tmp_path / "problems.jsonl"
-    problems.write_text(MADE_UP_PROBLEMS)
-    done = run_command(f"tools.bench.{name}", SMOKE[name].replace(PROBLEMS, str(problems)).split(), tmp_path)
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        *(("tools.bench", [name, "--smoke"]) for name in SMOKE),
+        ("tools.bench.compare", ["--noise", "--only", "objective", "--rounds", "1", "--allow", "1000"]),
+    ],
+)
+def test_smoke(program, arguments, tmp_path):
+    done = run_command(program, arguments, tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.strip()

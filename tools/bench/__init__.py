@@ -1,4 +1,4 @@
-"""Benchmarks. From the repository root: ``python -m tools.bench.NAME``, for example ``python -m tools.bench.engines``.
+"""Benchmarks, from the repository root: ``python -m tools.bench NAME``, and ``python -m tools.bench.compare``.
 
 Python runs this file before each of them, so the environment of torch, vLLM and Megatron is set here.
 """

@@ -1,7 +1,5 @@
 """Cost of our layers on top of both engines: generation against raw vLLM, update against a bare Megatron loop.
 
-    python -m tools.bench.engines [--prompts 8] [--group 8] [--length 64] [--rounds 15] [--set a.b=c …]
-
 Same engine object, same requests, same weights, in turn, so that nothing differs but our code. Generation: `rollout`
 against `LLM.generate` with the sampling parameters and seeds that `rollout` uses; the responses must be the same.
 Update: `Learner.update` (packing, objective, metrics, gradient noise, clipping, Adam) against Megatron's schedule over
@@ -11,26 +9,20 @@ it has ended), one thread; the ratio is the median over pairs, with its middle h
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_rl.batch import build_batch
-from megatron_rl.config import load_recipe
-from megatron_rl.data import load_prompts, load_tokenizer
+from megatron_rl.data import load_tokenizer
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.process_groups import shutdown
 from megatron_rl.run.engines import start_generator
 from megatron_rl.types import Batch
 from tools.bench.lib.timing import by_clock, medians, spread, wall
-
-ROOT = Path(__file__).resolve().parents[2]
-
+from tools.bench.parts import first_prompts, tiny
 
 CLOCKS = {"wall clock": wall, "processor time": time.process_time}
 Times = dict[str, dict[str, float]]
@@ -106,38 +98,13 @@ def bench_update(learner: Learner, batch: Batch, rounds: int) -> Times:
     return compare("update", lambda: learner.update(batch), bare, rounds)[1]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "tiny" / "grpo.yaml")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--length", type=int, default=64, help="tokens of every response (default 64)")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    recipe = load_recipe(
-        options.recipe,
-        [
-            f"rollout.max_response_length={options.length}",
-            "rollout.stop_token_ids=[]",
-            "learner.optimizer.lr=1e-9",
-            *options.set,
-        ],
-    )
-    tokenizer = load_tokenizer(str(recipe.model.path))
-    prompts = list(load_prompts(recipe.data.train, tokenizer, recipe.data.prompt))[: options.prompts]
+def engines(rounds: int = 15, prompts: int = 8, group: int = 8, length: int = 64) -> None:
+    """Both comparisons on the tiny model, with ``length`` tokens in every response."""
+    recipe = tiny(length=length)
     learner = Learner(recipe)
-    generator = start_generator(recipe, tokenizer, learner)
-    print(f"{options.prompts} × {options.group} responses of {options.length} tokens, {recipe.learner.dtype}, 1 thread")
-    groups, _ = bench_generation(generator, prompts, options.group, options.rounds)
+    generator = start_generator(recipe, load_tokenizer(str(recipe.model.path)), learner)
+    groups, _ = bench_generation(generator, first_prompts(recipe, prompts), group, rounds)
     for i, rollout in enumerate(r for group in groups for r in group.rollouts):
         rollout.reward = float(i % 2)
-    batch = build_batch(0, groups, recipe.batch, recipe.objective)
-    bench_update(learner, batch, options.rounds)
+    bench_update(learner, build_batch(0, groups, recipe.batch, recipe.objective), rounds)
     generator.close()
-    shutdown()
-
-
-if __name__ == "__main__":
-    main()

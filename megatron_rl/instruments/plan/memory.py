@@ -7,8 +7,8 @@ servers (`vllm_server`): learner and engine have separate GPUs.
 exact: the learner generates; there is a second copy of the weights only if a dose samples from other weights.
 
 The cost of this project's own code is added to that of the engines: seconds, bytes and host memory of a step, sockets.
-`python -m tools.bench.scale` measures the unit costs (`own_units.json`): it runs functions of this package on ranks
-that are processes, and fits their costs to `DRIVERS` by least squares.
+`own_units.json` has the unit costs, and the commit whose tools/bench/scale.py measured them: functions of this package
+on ranks that are processes, their costs fitted to `DRIVERS` by least squares.
 
 `parity_memory` is what a comparison of operators takes. One model is in memory at a time. Beside it lie, on the host:
 the taps of all witnesses, and the model in float64, whose weights are read one tensor at a time. On a GPU no more than

@@ -20,10 +20,6 @@ from megatron_rl.instruments.plan.timing import step_time
 from megatron_rl.model.architecture import shape_of
 from megatron_rl.monitor.alarms import CollapseRule
 from tests.support.tiny import REPOSITORY
-from tools.dev.branch_cases import CASES as PLANTED
-from tools.dev.branch_table import summary as summary_of_branches
-from tools.dev.branch_table import table as table_of_branches
-from tools.dev.branch_table import written_before
 from tools.dev.family_mismatch import table as table_of_families
 from tools.dev.parity_faults import FAULTS
 from tools.dev.tune_surge_detector import CASES, surge_step
@@ -90,10 +86,11 @@ def test_table_of_the_rules_on_levels(page, runs):
 
 def test_counts_of_runs_of_a_known_cause():
     text = (DOCS / "lab" / "causes.md").read_text()
+    words = " ".join(text.split())
     rows = judged(DOCS / "lab" / "unstable.jsonl.xz")
     assert "\n".join(summary_of_causes(rows)) in text
     harmed = [(run, right) for run, _, right in rows if run.cause and right != "unharmed"]
-    told = re.search(r"has (\d+) runs\. (\d+) planted causes did harm, and `why` has (\d+) of these", text).groups()
+    told = re.search(r"has (\d+) runs\. (\d+) planted causes did harm, and `why` has (\d+) of these", words).groups()
     assert tuple(map(int, told)) == (len(rows), len(harmed), sum(right == "yes" for _, right in harmed))
     misses = {run.name.partition("/")[2] for run, right in harmed if right == "no"}
     assert set(re.findall(r"`([\w-]+)`", re.search(r"^Misses: (.*?)\n\n", text, re.M | re.S)[1])) == misses
@@ -103,24 +100,6 @@ def test_table_of_the_families_mismatch():
     file = DOCS / "lab" / "families.json"
     assert "\n".join(table_of_families(file, "bf16")) in (DOCS / "lab" / "families.md").read_text()
     assert len(table_of_families(file)) == 2 * len(table_of_families(file, "bf16")) - 2
-
-
-def test_counts_of_planted_causes_and_their_branches():
-    text = (DOCS / "lab" / "causes.md").read_text()
-    file = DOCS / "lab" / "branch.json"
-    assert "\n".join(summary_of_branches(file)) in text
-    *rows, _, said = table_of_branches(file)
-    pattern = (
-        r"(\d+) of (\d+) cases were run, and (\d+) became unstable. Of these, `why` has .* in (\d+), and `branch` is "
-        r"right in (\d+)\."
-    )
-    told = re.search(pattern, " ".join(text.split())).groups()
-    assert list(told) == [str(len(rows) - 2), str(len(PLANTED)), *re.findall(r"\d+", said)[:3]]
-    told = re.search(r"In these `why` is right in (\d+),\s+and `branch` in (\d+)\.", text).groups()
-    assert ["12", "12", *told] == re.findall(r"\d+", written_before(file))
-    told = text.partition("\nMisses:\n")[2].partition("\nWhat was changed")[0]
-    misses = {row.split("`")[1] for row in rows[2:] if "| no |" in row}
-    assert set(re.findall(r"`([\w-]+)`", " ".join(re.findall(r"^\* (.*?):", told, re.M)))) == misses
 
 
 def right_outcomes(config: DetectorConfig, curve, outcome, noise: float, seeds: int = 20) -> float:

@@ -105,8 +105,9 @@ def test_resumed_at_every_single_step(mode):
         assert json.dumps(resumed.state_dict()) == after
 
 
-def test_surge_latches_one_period_and_shadow_only_reports_it():
-    auto, shadow = build(config(mode="auto")), build(config(mode="shadow"))
+@pytest.mark.parametrize("factor", [1.8, 1.5])
+def test_surge_latches_one_period_and_shadow_only_reports_it(factor):
+    auto, shadow = (build(config(mode=mode, period_factor=factor)) for mode in ("auto", "shadow"))
     rates = run(auto)
     shadows, real = [], []
     for step in range(STEPS):
@@ -117,7 +118,7 @@ def test_surge_latches_one_period_and_shadow_only_reports_it():
     assert [rate for (rate,) in rates] == shadows
     assert set(real) == {1e-6}
     metrics = auto.metrics()
-    assert metrics["lr_sched/decay_period"] == round(1.8 * metrics["lr_sched/surge_step"])
+    assert metrics["lr_sched/decay_period"] == round(factor * metrics["lr_sched/surge_step"])
     assert metrics["lr_sched/decay_count"] == STEPS // metrics["lr_sched/decay_period"]
     auto.length_decay.observe(STEPS, 1e6)
     assert auto.metrics()["lr_sched/decay_period"] == metrics["lr_sched/decay_period"]

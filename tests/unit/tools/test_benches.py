@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import ast
 import json
+from pathlib import Path
 
 import pytest
 
 from tools.bench import __main__ as benches
+from tools.bench.parts import ALL
 
-FILES = sorted(benches.FOLDER.rglob("*.py"))
-# Public names that are exchanged, and why an argument would not do.
-EXCHANGED = {
-    "generation.py": ["engine_arguments.CPU_BLOCK_TOKENS"],  # vLLM's block size: no key, ours is right on every CPU
-    "scale_ranks.py": ["ranks_module.dist"],  # torch.distributed with the bytes counted that arrive
-}
+FOLDER = Path(benches.__file__).parent
 
 
-def test_every_program_has_a_smoke_form():
-    assert benches.programs() == sorted(benches.SMOKE)
-    assert set(benches.ASKED_FOR) < set(benches.SMOKE)
+def test_every_benchmark_has_a_smoke_form():
+    assert {*ALL, "engines"} == benches.SMOKE.keys()
 
 
 def replaced(program: str) -> list[str]:
@@ -45,9 +41,9 @@ def replaced(program: str) -> list[str]:
     return targets
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(benches.FOLDER)))
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: str(path.relative_to(FOLDER)))
 def test_a_benchmark_replaces_nothing_of_the_package(path):
-    assert replaced(path.read_text()) == EXCHANGED.get(path.name, [])
+    assert replaced(path.read_text()) == []
 
 
 def test_what_is_replaced_is_found():
@@ -56,32 +52,15 @@ def test_what_is_replaced_is_found():
     assert replaced(program) == ["Monitor.record", "run.timer._clock"]
 
 
-def test_a_benchmark_measures_the_rooms_that_it_imports():
-    paths = set(benches.imported(benches.FOLDER / "engines.py", set()))
-    assert {
-        "tools/bench/engines.py",
-        "tools/bench/lib/timing.py",
-        "megatron_rl/learner",
-        "megatron_rl/batch.py",
-    } <= paths
-
-
-def test_records_say_their_commit_and_are_judged_by_later_ones(tmp_path, monkeypatch, capsys):
-    answers = {"rev-parse": "1234567", "status": "", "log": "abcdef0\nabcdef1"}
+@pytest.mark.parametrize(("status", "commit"), [("", "1234567"), (" M a", "1234567 and changes that no commit has")])
+def test_records_say_their_commit(tmp_path, monkeypatch, status, commit):
+    answers = {"rev-parse": "1234567", "status": status}
     monkeypatch.setattr(benches, "git", lambda command, *rest: answers[command])
     file = tmp_path / "performance.json"
     file.write_text('{"about": "kept"}')
-    benches.record(file, "packing", ["--rounds", "1"], "a table\nof two lines")
-    record = json.loads(file.read_text())
-    assert record["about"] == "kept"
-    assert record["records"]["packing"]["command"] == "python -m tools.bench.packing --rounds 1"
-    assert record["records"]["packing"]["commit"] == "1234567"
-    assert record["records"]["packing"]["output"] == ["a table", "of two lines"]
-    assert benches.age(file) == 0
-    said = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert said["packing"].endswith("older than what it measures: 2 later commits, the last abcdef0")
-    assert said["learner"] == "no record"
-    answers |= {"log": "", "status": " M a"}
-    benches.record(file, "packing", [], "")
-    benches.age(file)
-    assert "1234567 and changes that no commit has: current" in capsys.readouterr().out
+    benches.record(file, "refit", "a table\nof two lines")
+    document = json.loads(file.read_text())
+    made = document["records"]["refit"]
+    assert document["about"] == "kept"
+    assert (made["command"], made["commit"]) == ("python -m tools.bench refit", commit)
+    assert made["output"] == ["a table", "of two lines"]

@@ -1,16 +1,10 @@
-"""The arithmetic of tools.bench.scale: unit costs from measurements."""
+"""Unit costs from measurements."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from tests.support.tiny import REPOSITORY
-from tools.bench import answers
 from tools.bench.unit_costs import Cost, Setting, fit, line, unit_costs
 
 
@@ -50,17 +44,3 @@ def test_unit_costs_of_steps_that_cost_what_they_hold():
     assert units["seconds"] == pytest.approx([1.0, 0, 0, 0, 0])
     assert units["received"] == pytest.approx([0, 0, 0, 0, 1.0])
     assert units["peak"] == [0.0] * 5
-
-
-def test_the_bench_starts_by_its_path_from_any_folder(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, str(REPOSITORY / "tools" / "bench" / "scale.py"), "--help"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--json" in done.stdout
-
-
-@pytest.mark.parametrize("routed", [False, True])
-def test_all_turns_of_a_conversation_are_joined(routed):
-    """The measured function compares what it made with what it was given."""
-    assert answers.stitching(64, 4, answers.architecture() if routed else None) > 0
