@@ -55,7 +55,6 @@ COMMANDS = {
     "paper eval-grid": "Measure a checkpoint's accuracy by dtype, temperature, top-p and token budget.",
     "paper sanity-set": "Choose the problems of a dataset that a sound run must learn to solve.",
     "paper sanity-verdict": "Say whether a run on such problems passed.",
-    "paper softmax-study": "Measure what one softmax in bf16 does to token probabilities.",
 }
 """Commands, each with its line in --help. `GROUP NAME` may also be typed as `NAME`, as in earlier versions."""
 

@@ -252,11 +252,10 @@ def run_experts(options: argparse.Namespace) -> int:
     cells = [[f"{row[name]:.2%}" if name == "rho_share" else str(row[name]) for name in EXPERT_COLUMNS] for row in rows]
     print(format_table([name.replace("_", " ") for name in EXPERT_COLUMNS], cells))
     print(f"share of rho's variance at tokens without a flip: {report.share_without_flip:.2%}")
-    print("\n".join(report.reading()))
+    print(f"{report.num_flipped / report.num_trained:.1%} of the trained tokens have a flip in some layer")
     if options.json:
         everything = report.rows(report.gained.size)
         record = {"experts": everything, "share_without_flip": report.share_without_flip, "weights": source}
-        record |= {"flip_factor": report.flip_factor, "reading": report.reading()}
         options.json.write_text(json.dumps(record, indent=1))
     return EXIT_DONE
 
@@ -280,7 +279,10 @@ def run_gradient_bias(options: argparse.Namespace) -> int:
 
     The command compares the run's objective with a reference: the same objective with untruncated sequence-level
     importance sampling as its correction, or as changed by --set. Both gradients are taken at the weights of the step;
-    no weights are updated. It needs the batch and the weights of its step (see `megatron-rl batch replay --help`).
+    no weights are updated. "along the reference" is how far a step goes along the reference's own (1: all of it, below
+    0: back). "turned by another batch" is the scale of the angle, and a bias below the noise of a batch adds up over
+    steps, while the noise averages out. It needs the batch and the weights of its step (see `megatron-rl batch replay
+    --help`).
     """
     from megatron_rl.instruments import rerun
     from megatron_rl.instruments.gradient_bias import REFERENCE, gradient_bias
@@ -301,16 +303,8 @@ def run_gradient_bias(options: argparse.Namespace) -> int:
         print(f"weights: {source}")
         print(f"reference: {', '.join(changes)}")
         figures = bias.figures()
-        print(format_table(["of the gradient", "value"], [(name, f"{x:.6g}") for name, x in figures.items()]))
-        scale = bias.scale()
-        cells = [(name, "unknown" if x is None else f"{x:.3g}") for name, x in scale.items()]
-        print(format_table(["scale", "value"], cells))
-        print("\n".join(bias.reading()))
+        cells = [(name, "unknown" if x is None else f"{x:.6g}") for name, x in figures.items()]
+        print(format_table(["of the gradient", "value"], cells))
         if options.json:
-            options.json.write_text(
-                json.dumps(
-                    {"weights": source, "reference": changes, **figures, "scale": scale, "reading": bias.reading()},
-                    indent=1,
-                )
-            )
+            options.json.write_text(json.dumps({"weights": source, "reference": changes, **figures}, indent=1))
     return EXIT_DONE

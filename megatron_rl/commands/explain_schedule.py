@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from matplotlib.figure import Figure
 from pydantic import ValidationError
 
-from megatron_rl.commands.arguments import output_file
 from megatron_rl.config.explain import explain
 from megatron_rl.config.learner import OptimizerConfig, ScheduleConfig
 from megatron_rl.config.loader import read_yaml
@@ -93,18 +91,12 @@ def add_explain_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--as", dest="changes", default="", metavar="KEY=VALUE,...", help="Reckon with these keys of another schedule."
     )
-    parser.add_argument(
-        "--out",
-        type=output_file,
-        metavar="FILE.png",
-        help="Draw to this file (default: plots/schedule.png in RUN; here for another project's log).",
-    )
 
 
 def run_explain_schedule(options: argparse.Namespace) -> int:
-    """Explain why the learning rate of a run was what it was: print and plot length, baseline, trigger and rate.
+    """Explain why the learning rate of a run was what it was: print length, baseline, trigger and rate.
 
-        megatron-rl run explain-schedule RUN [--as KEY=VALUE,...] [--out FILE.png]
+        megatron-rl run explain-schedule RUN [--as KEY=VALUE,...]
 
     RUN is a run directory, or a log of verl, slime, miles, NeMo-RL, prime-rl or TRL (docs/coming-from.md): then the
     command says what the length-decay rate would have done with its response lengths, from the highest rate of the log
@@ -113,8 +105,7 @@ def run_explain_schedule(options: argparse.Namespace) -> int:
     The command replays the schedule of its recipe.resolved.yaml on the recorded response lengths. It prints each step
     at which the schedule acted, with the numbers behind the decision, and compares the rates with the recorded ones.
     --as replaces keys of the schedule section (`mode=auto,detector.surge_ratio=2.5`) to show what another schedule
-    would have done with the same lengths. A run with another style is explained in mode shadow. The plot is written to
-    RUN/plots/schedule.png, for a log of another project to plots/schedule.png here.
+    would have done with the same lengths. A run with another style is explained in mode shadow.
     """
     from megatron_rl.instruments.foreign.read import read_run
 
@@ -129,9 +120,6 @@ def run_explain_schedule(options: argparse.Namespace) -> int:
     check_order(records, directory.metrics)
     steps = replay(records, config, lr, total_steps=int(records[-1]["step"]) + 1)
     print_story(steps, config, lr, is_own)
-    path = options.out or (directory.plots if run.is_own else Path("plots")) / "schedule.png"
-    plot(steps, config, path)
-    print(f"wrote {path}")
     return EXIT_DONE
 
 
@@ -220,33 +208,3 @@ def print_story(steps: list[ReplayedStep], config: ScheduleConfig, lr: float, is
     print(f"recorded rate equals the formula at {len(compared) - len(different)} of {len(compared)} steps")
     for step in different[:5]:
         print(f"  step {step.step}: recorded {step.recorded_lr!r}, formula {step.lr!r}")
-
-
-def plot(steps: list[ReplayedStep], config: ScheduleConfig, path: Path) -> None:
-    """Plot length, baseline and threshold at the top and the rates at the bottom."""
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    top, bottom = figure.subplots(2, sharex=True)
-    xs = [step.t for step in steps]
-
-    def column(name: str) -> list[float]:
-        return [float("nan") if (value := getattr(step, name)) is None else value for step in steps]
-
-    top.plot(xs, column("length"), ".", ms=3, color="0.6", label="mean response length")
-    top.plot(xs, column("smoothed"), "C0", label=f"median of {config.detector.smoothing_steps}")
-    top.plot(xs, column("baseline"), "C2", label=f"baseline (minimum over {config.detector.baseline_window})")
-    threshold = [config.detector.surge_ratio * value for value in column("baseline")]
-    top.plot(xs, threshold, "C3--", label=f"{config.detector.surge_ratio:g} × baseline")
-    bottom.plot(xs, column("recorded_lr"), "0.6", lw=3, label="recorded")
-    bottom.plot(xs, column("lr"), "C0", label="schedule")
-    bottom.plot(xs, column("shadow_lr"), "C1:", label="would be (mode shadow)")
-    for axes, label in ((top, "tokens"), (bottom, "learning rate")):
-        for step in steps:
-            if "surge confirmed" in step.event:
-                axes.axvline(step.t, color="C3", lw=1)
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    bottom.set_yscale("log")
-    bottom.set_xlabel("optimizer step t")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)

@@ -12,7 +12,6 @@ from megatron_rl.commands import add_gpu
 from megatron_rl.commands.arguments import COUNT, INDEX, POSITIVE, output, output_file
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.instruments.lab import load_study
-from megatron_rl.shipped import checkout
 
 if TYPE_CHECKING:
     from megatron_rl.instruments.lab.results import Stage
@@ -23,7 +22,7 @@ EXIT_INCOMPLETE = 1
 
 
 def add_lab(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(required=True, metavar="check|power|plan|run|verify|pack|report|docs")
+    commands = parser.add_subparsers(required=True, metavar="check|power|plan|run|verify|pack|report")
     check = commands.add_parser("check", help="Check studies and their arms. No engine starts.")
     check.add_argument(
         "studies", nargs="+", type=Path, metavar="STUDY", help="Read this study file, or the one in this folder."
@@ -96,8 +95,6 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
     packed.set_defaults(action=_pack)
     report = commands.add_parser("report", help="Draw the figure and write the table of what was run.")
     report.set_defaults(action=_report)
-    docs = commands.add_parser("docs", help="Write the pages of docs/lab from the runs in docs/lab/runs.")
-    docs.set_defaults(action=_write_docs)
     for command in (start, again, power, plan, packed, report):
         command.add_argument(
             "study", type=Path, metavar="STUDY", help="Read this study file, or the one in this folder."
@@ -125,7 +122,6 @@ def run_lab(options: argparse.Namespace) -> int:
         megatron-rl lab verify STUDY --arm A --seed S | --random N   run again, compare bit for bit
         megatron-rl lab pack   STUDY --to FILE.jsonl.xz              finished runs in one file, for `run --reuse`
         megatron-rl lab report STUDY                                 figure and tables of what was run
-        megatron-rl lab docs                                         those of docs/lab, from the runs in docs/lab/runs
 
     STUDY is a study file or its folder, e.g. recipes/lab/hacking. Its runs are in runs/lab/STUDY (--out: another
     folder). `run` skips finished runs and continues interrupted ones, so the same command resumes a study. The two arms
@@ -139,15 +135,10 @@ def run_lab(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from megatron_rl.instruments.lab.foresight import num_distinct_runs
-
-    studies = [load_study(path) for path in options.studies]
-    for loaded in studies:
+    for path in options.studies:
+        loaded = load_study(path)
         loaded.check(options.offline)
         print(f"{loaded.path}: {len(loaded.study.arms)} arms × {len(loaded.study.seeds)} seeds, checked")
-    if len(studies) > 1:
-        runs = sum(len(loaded.study.arms) * len(loaded.study.seeds) for loaded in studies)
-        print(f"{runs} runs; {num_distinct_runs(studies)} of them differ in recipe or seed, the others are reused")
     return EXIT_DONE
 
 
@@ -298,24 +289,9 @@ def _report(options: argparse.Namespace) -> int:
     if root.is_file():
         print(render(read_packed(loaded, root)), end="")
     else:
-        _say_written(write_report(loaded, root))
+        for path in write_report(loaded, root):
+            _say(f"wrote {path}")
     return EXIT_DONE
-
-
-def _write_docs(options: argparse.Namespace) -> int:
-    from megatron_rl.instruments.lab.report import write_docs
-
-    repository = checkout()
-    if repository is None:
-        raise InputError("lab docs: docs/lab is not in the installed package; run the command in a checkout")
-    studies = [load_study(file) for file in sorted((repository / "recipes" / "lab").glob("*/study.yaml"))]
-    _say_written(write_docs(studies, repository / "docs"))
-    return EXIT_DONE
-
-
-def _say_written(paths: list[Path]) -> None:
-    for path in paths:
-        _say(f"wrote {path}")
 
 
 def _root(options: argparse.Namespace, name: str) -> Path:

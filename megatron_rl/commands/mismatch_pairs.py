@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import html
-import io
 import itertools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -182,32 +178,12 @@ def draw(results: list[PairResult]) -> Figure:
     return figure
 
 
-def page(title: str, rows: list[dict[str, Any]], picture: bytes) -> str:
-    """Return a self-contained HTML page with the table and the figure."""
-    cells = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
-    for row in rows:
-        values = (f"{v:.3e}" if isinstance(v, float) else html.escape(str(v)) for v in row.values())
-        cells += "</tr>\n<tr>" + "".join(f"<td>{value}</td>" for value in values)
-    image = base64.b64encode(picture).decode()
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>'
-        "body{font:14px/1.45 system-ui,sans-serif;margin:2em;background:#fff;color:#222}table{border-collapse:collapse}"
-        "th,td{padding:3px 10px;text-align:right;border-bottom:1px solid #ddd}img{max-width:1000px;width:100%}</style>"
-        f"</head>\n<body><h1>{html.escape(title)}</h1>\n<table><tr>{cells}</tr></table>\n"
-        f'<img alt="scatter plots" src="data:image/png;base64,{image}"></body></html>\n'
-    )
-
-
 def write(folder: Path, title: str, results: list[PairResult]) -> None:
-    """Write mismatch.json, mismatch.png and mismatch.html."""
+    """Write mismatch.json and mismatch.png."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"learner": r.learner, "rollout": r.rollout, **r.figures()} for r in results]
     for row, result in zip(rows, results, strict=True):
         sequences = {"length": result.lengths.tolist(), "log_ratio": result.sequence_log_ratio.tolist()}
         row["sequences"] = sequences
     (folder / "mismatch.json").write_text(json.dumps({"title": title, "pairs": rows}, indent=1) + "\n")
-    buffer = io.BytesIO()
-    draw(results).savefig(buffer, dpi=90, format="png")
-    (folder / "mismatch.png").write_bytes(buffer.getvalue())
-    shown = [{k: v for k, v in row.items() if k != "sequences"} for row in rows]
-    (folder / "mismatch.html").write_text(page(title, shown, buffer.getvalue()))
+    draw(results).savefig(folder / "mismatch.png", dpi=90)

@@ -50,11 +50,11 @@ def add_mismatch(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="Take the weights of this learner checkpoint, a step_… folder (default: model.path).",
     )
-    parser.add_argument("--out", type=output, required=True, help="Write mismatch.json, .png and .html to this folder.")
+    parser.add_argument("--out", type=output, required=True, help="Write mismatch.json and .png to this folder.")
 
 
 def run_mismatch(options: argparse.Namespace) -> int:
-    """Measure the training-inference mismatch of a checkpoint by pairs of dtypes [FP16 §3.5]; write JSON, PNG and HTML.
+    """Measure the training-inference mismatch of a checkpoint by pairs of dtypes [FP16 §3.5]; write JSON and PNG.
 
         megatron-rl paper mismatch RECIPE [--pairs all | bf16/bf16,bf16/bf16+fp8,tf32/tf32] [--prompts 64] \\
             [--samples 4] [--checkpoint RUN/checkpoints/step_00000100] [--set KEY.PATH=VALUE …] --out DIR
@@ -71,9 +71,7 @@ def run_mismatch(options: argparse.Namespace) -> int:
     """
     # Imported here because the engines' libraries take seconds, which would delay --help.
     from megatron_rl.commands.mismatch_pairs import measure, write
-    from megatron_rl.config import Recipe, load_recipe
     from megatron_rl.config.model_rules import precision_problems
-    from megatron_rl.data import load_prompts, load_tokenizer
     from megatron_rl.learner.process_groups import shutdown
     from megatron_rl.model.architecture import read_architecture
     from megatron_rl.process.ranks import world_rank
@@ -93,7 +91,7 @@ def run_mismatch(options: argparse.Namespace) -> int:
     if world_rank() == 0:
         write(options.out, f"Mismatch of {options.checkpoint or recipe.model.path.name}", results)
         print_table(results)
-        print(f"wrote {options.out}/mismatch.json, mismatch.png, mismatch.html")
+        print(f"wrote {options.out}/mismatch.json, mismatch.png")
     shutdown()
     return EXIT_DONE
 
@@ -119,19 +117,17 @@ def parse_pairs(text: str) -> list[tuple[str, str]]:
 
 
 def print_table(results: list[PairResult]) -> None:
-    width = max(map(len, ("learner/rollout", *(result.name for result in results))))
-    print(
-        f"{'learner/rollout':>{width}}  log-ratio std  (from IQR)   rho std   rho max    "
-        "k3 KL  1-Pearson  other routes  length"
-    )
+    from megatron_rl.process.host import format_table
+
+    header = ["learner/rollout", "log-ratio std", "from IQR", "rho std", "rho max", "k3 KL", "1-Pearson"]
+    rows = []
     for result in results:
         f = result.figures()
-        print(
-            f"{result.name:>{width}}  {f['sequence_log_ratio_std']:13.2e}  {f['sequence_log_ratio_iqr_std']:10.2e}  "
-            f"{f['mismatch/rho_std']:8.2e}  "
-            f"{f['mismatch/rho_max']:8.4f}  {f['rollout_corr/k3_kl']:7.1e}  {1 - f['pearson']:9.1e}  "
-            f"{f.get('routes_differ_frac', float('nan')):12.2%}  {f['mean_length']:6.1f}"
-        )
+        names = ("sequence_log_ratio_std", "sequence_log_ratio_iqr_std", "mismatch/rho_std", "mismatch/rho_max")
+        numbers = [*(f[name] for name in names), f["rollout_corr/k3_kl"], 1 - f["pearson"]]
+        routes = f"{f['routes_differ_frac']:.2%}" if "routes_differ_frac" in f else "–"
+        rows.append([result.name, *(f"{x:.2e}" for x in numbers), routes, f"{f['mean_length']:.1f}"])
+    print(format_table([*header, "other routes", "length"], rows))
 
 
 SHOWN = ("avg@", "pass@", "response_length/mean", "response_length/clip_ratio")
@@ -170,10 +166,6 @@ def run_eval_grid(options: argparse.Namespace) -> int:
     Responses are sampled once per dtype, temperature and top-p, with the largest budget. A smaller budget scores the
     first tokens of the same responses.
     """
-    from megatron_rl.config import load_recipe
-    from megatron_rl.config.base import Dtype
-    from megatron_rl.config.learner import refuse_both_products
-
     recipe = load_recipe(options.recipe, options.overrides)
     dtypes = _listed("--dtypes", options.dtypes, str, [recipe.rollout.dtype], lambda x: x in get_args(Dtype))
     refuse_both_products("--dtypes", dtypes)
@@ -233,9 +225,6 @@ def add_sanity_set(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--low", type=SHARE, default=0.2, help="Keep problems from this accuracy on (default: 0.2).")
     parser.add_argument("--high", type=SHARE, default=0.8, help="Keep problems up to this accuracy (default: 0.8).")
     parser.add_argument("--limit", type=COUNT, help="Sample only the first problems, this many.")
-    parser.add_argument(
-        "--problems-per-call", type=COUNT, default=64, help="Save after this number of problems (default: 64)."
-    )
 
 
 def run_sanity_set(options: argparse.Namespace) -> int:
@@ -264,7 +253,7 @@ def run_sanity_set(options: argparse.Namespace) -> int:
         done = broadcast_object(read_progress(progress, expected) if world_rank() == 0 else {})
         left = [prompt for prompt in prompts if prompt.id in problem_ids and prompt.id not in done]
         if left:
-            sample(recipe, left, options.samples, options.problems_per_call, progress)
+            sample(recipe, left, options.samples, progress)
         if world_rank() == 0:
             correct = {
                 name: number for name, number in read_progress(progress, expected).items() if name in problem_ids
@@ -318,12 +307,15 @@ def read_progress(file: Path, expected: dict[str, Any]) -> dict[str, int]:
     return done
 
 
+PER_CALL = 64  # problems that are sampled, scored and saved together
+
+
 def num_correct(group: Group) -> int:
     return sum(rollout.raw_reward >= CORRECT for rollout in group.rollouts)
 
 
-def sample(recipe: Recipe, prompts: list[Prompt], num_samples: int, per_call: int, progress: Path) -> None:
-    """Sample and score ``prompts``, ``per_call`` at a time, and append to ``progress``. Every rank must call it."""
+def sample(recipe: Recipe, prompts: list[Prompt], num_samples: int, progress: Path) -> None:
+    """Sample and score ``prompts``, `PER_CALL` at a time, and append to ``progress``. Every rank must call it."""
     from megatron_rl.learner.process_groups import resolve_device
     from megatron_rl.process.ranks import world_rank
     from megatron_rl.rewards import Rewarder
@@ -344,15 +336,15 @@ def sample(recipe: Recipe, prompts: list[Prompt], num_samples: int, per_call: in
             precision=recipe.precision,
         )
         stack.callback(generator.close)
-        for first in range(0, len(prompts), per_call):
-            groups = generator.rollout(prompts[first : first + per_call], num_samples, policy_version=0, step=0)
+        for first in range(0, len(prompts), PER_CALL):
+            groups = generator.rollout(prompts[first : first + PER_CALL], num_samples, policy_version=0, step=0)
             if rewarder is None:
                 continue
             rewarder.score(groups)
             with progress.open("a") as file:
                 for group in groups:
                     file.write(json.dumps({"id": group.prompt.id, "correct": num_correct(group)}) + "\n")
-            print(f"{min(first + per_call, len(prompts))} of {len(prompts)} problems", flush=True)
+            print(f"{min(first + PER_CALL, len(prompts))} of {len(prompts)} problems", flush=True)
 
 
 def output_row(problem: Problem, accuracy: float) -> dict[str, Any]:
@@ -394,24 +386,22 @@ def job(recipe: Recipe) -> Iterator[None]:
 
 
 EXIT_FAILED = 1
+PASSED = 0.95  # training accuracy above this
 
 
 def add_sanity_verdict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="Judge this run directory.")
-    parser.add_argument(
-        "--threshold", type=SHARE, default=0.95, help="Pass a run whose accuracy exceeds this (default: 0.95)."
-    )
 
 
 def run_sanity_verdict(options: argparse.Namespace) -> int:
     """Say whether a run passed the sanity test of [FP16 §4]: training accuracy on a perfectible set above 95%.
 
-        megatron-rl paper sanity-verdict RUN [RUN …] [--threshold 0.95]
+        megatron-rl paper sanity-verdict RUN [RUN …]
 
     Training accuracy is critic/score/mean (rewards before shaping), averaged over a pass over the problems; the best
     pass counts. Prints one line per run. Exit status: 0 all passed, 1 one failed, 2 not readable.
     """
-    results = [verdict(path, options.threshold) for path in options.runs]
+    results = [verdict(path) for path in options.runs]
     for _, line in results:
         print(line)
     return EXIT_DONE if all(passed for passed, _ in results) else EXIT_FAILED
@@ -428,7 +418,7 @@ def best_epoch(scores: list[float], steps_per_epoch: int) -> tuple[float, int]:
     return means[best], best + steps_per_epoch - 1
 
 
-def verdict(run: Path, threshold: float) -> tuple[bool, str]:
+def verdict(run: Path) -> tuple[bool, str]:
     """Return (passed, the line to print) for one run directory."""
     for name in ("recipe.resolved.yaml", "metrics.jsonl"):
         if not (run / name).is_file():
@@ -443,8 +433,8 @@ def verdict(run: Path, threshold: float) -> tuple[bool, str]:
         accuracy, step = best_epoch(scores, -(-num_problems // recipe.batch.prompts))
     except InputError as error:
         raise InputError(f"{run}: {error}") from error
-    passed = accuracy > threshold
+    passed = accuracy > PASSED
     return passed, (
         f"{'PASS' if passed else 'FAIL'}  {run.name}: training accuracy {accuracy:.3f} at step {step} of {len(scores)} "
-        f"({'above' if passed else 'not above'} {threshold:g}; {num_problems} problems)"
+        f"({'above' if passed else 'not above'} {PASSED:g}; {num_problems} problems)"
     )

@@ -37,8 +37,6 @@ from megatron_rl.routing import RouteShape
 from megatron_rl.run.recorded_batches import RecordedBatch
 from megatron_rl.types import Batch, Sequence
 
-FLIPS_MATTER = 1.5  # times the deviation of a token without a flip
-
 
 @dataclass
 class ExpertReport:
@@ -64,37 +62,6 @@ class ExpertReport:
     def share_without_flip(self) -> float:
         """Share of rho's deviation at tokens for which both engines choose the same experts in every layer."""
         return 1.0 - float(self.rho_share.sum()) if self.total_deviation else 0.0
-
-    @property
-    def flip_factor(self) -> float | None:
-        """Mean (rho - 1)^2 of a token with a flip over that of one without; None if there are no such tokens."""
-        without = self.num_trained - self.num_flipped
-        if not self.num_flipped or not without or not self.total_deviation or self.share_without_flip <= 0:
-            return None
-        return (1 - self.share_without_flip) / self.num_flipped / (self.share_without_flip / without)
-
-    def reading(self) -> list[str]:
-        """What the numbers mean, in sentences. A share says little where most tokens have a flip; the factor does."""
-        if not self.total_deviation:
-            return ["rho is 1 at every token: there is no mismatch to share"]
-        flipping = int(((self.gained + self.lost) > 0).sum())
-        if not self.num_flipped:
-            return ["no trained token is routed differently: routing is not what the mismatch is made of"]
-        sentences = [f"{self.num_flipped / self.num_trained:.1%} of the trained tokens have a flip in some layer"]
-        even = (1 - self.share_without_flip) / flipping
-        sentences.append(f"scale of rho share: {even:.2%} each, if the {flipping} experts with flips had equal shares")
-        factor = self.flip_factor
-        if factor is None:
-            sentences.append("every token has a flip, or none without one deviates: there is nothing to compare with")
-            return sentences
-        meaning = "flips and mismatch do not go together"
-        if factor >= FLIPS_MATTER:
-            meaning = "tokens that are routed differently carry more of it, which need not be because of their routes"
-        sentences.append(f"(rho - 1)² of a token with a flip is {factor:.2g} times that of one without: {meaning}")
-        sentences.append(
-            "rounding flips routes where it also moves probabilities; batch attribute measures what routes do"
-        )
-        return sentences
 
     def rows(self, number: int) -> list[dict[str, float]]:
         """Return the ``number`` experts with the largest share of rho's variance, then the most flips."""
@@ -186,14 +153,6 @@ REFERENCE = ({"mode": "is", "level": "sequence"},)
 """The correction of the reference objective: unbiased over whole responses [LD Eq 4]."""
 
 
-# Of |Bias| over the noise of a batch. The measured bias has noise of its own, which makes it larger.
-_LEVELS = (
-    (0.1, "small; at least a hundred batches would have to be averaged before it showed"),
-    (1.0, "it adds up over steps, while the noise averages out"),
-    (math.inf, "the mismatch changes the step more than the choice of prompts does"),
-)
-
-
 @dataclass(frozen=True)
 class GradientBias:
     """Norms of gradients of the loss over the whole batch; ``num_parts``: number of parts for the variances."""
@@ -239,38 +198,8 @@ class GradientBias:
         """|Bias| over the noise of one batch, the root of Var; None where the estimate of Var is not positive."""
         return self.bias_norm / self.variance**0.5 if self.variance > 0 else None
 
-    def scale(self) -> dict[str, float | None]:
-        """The figures that need no other run to be read, under the names of the command's table."""
-        return {
-            "along the reference": self.along,
-            "turned by (degrees)": self.turn,
-            "turned by another batch": self.turn_of_a_batch,
-            "bias / noise of a batch": self.bias_over_noise,
-        }
-
-    def reading(self) -> list[str]:
-        """What the numbers mean, in sentences."""
-        sentences = [
-            f"a step goes {self.along:.2f} of the reference's way along it (1: all of it, 0: none of it, below 0: back)"
-        ]
-        other = self.turn_of_a_batch
-        if other is None:
-            sentences.append(
-                f"the mismatch turns the gradient by {self.turn:.0f}°; there is no scale for that: the noise of this "
-                "batch is as large as the reference gradient. Look at a step with more prompts"
-            )
-        else:
-            sentences.append(
-                f"the mismatch turns the gradient by {self.turn:.0f}°, other prompts by about {other:.0f}°"
-            )
-        ratio = self.bias_over_noise
-        if ratio is not None:
-            level = next(text for bound, text in _LEVELS if ratio < bound)
-            sentences.append(f"the bias is {ratio:.2g} times the noise of one batch, or less: {level}")
-        return sentences
-
-    def figures(self) -> dict[str, float]:
-        """Return all figures under the names of the command's table."""
+    def figures(self) -> dict[str, float | None]:
+        """Return all figures under the names of the command's table; None where noise hides one."""
         return {
             "gradient norm": self.norm,
             "reference norm": self.reference_norm,
@@ -283,6 +212,10 @@ class GradientBias:
             "LD Eq 13, A": self.reference_norm**2 - self.reference_variance,
             "LD Eq 13, B": self.dot - self.reference_norm**2,
             "LD Eq 13, C": self.variance + self.bias_norm**2,
+            "along the reference": self.along,
+            "turned by (degrees)": self.turn,
+            "turned by another batch": self.turn_of_a_batch,
+            "bias / noise of a batch": self.bias_over_noise,
         }
 
 

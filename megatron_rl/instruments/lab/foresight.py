@@ -1,4 +1,4 @@
-"""What is known of a study before it is run: its cost, the effects that it can see, the number of shared runs.
+"""What is known of a study before it is run: its cost, the effects that it can see.
 
 The cost on a cluster is by the arithmetic of `megatron-rl plan`.
 """
@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from scipy import integrate, optimize, special, stats
 
-from megatron_rl.config import Recipe, load_recipe
+from megatron_rl.config import load_recipe
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.lab.jobs import LoadedStudy, differing_keys
+from megatron_rl.instruments.lab.jobs import LoadedStudy
 from megatron_rl.instruments.lab.results import NothingFinished, Results, mixed_regression, read_results
 from megatron_rl.instruments.lab.study import Outcome, Study, Trend
 from megatron_rl.instruments.plan import find_gpu, make_plan, make_workload
@@ -84,7 +84,7 @@ def render_costs(loaded: LoadedStudy, gpu: str, costs: list[ArmCost]) -> Iterato
         yield from (f"{row.arm}: {problem}" for problem in row.problems)
 
 
-# Power of a study before it is run: paired tests, equivalence, and trends.
+# Power of a study before it is run: paired tests and trends.
 #
 # `smallest_effect` and `seeds_needed` invert the power of a two-sided paired t-test, which is two tails of the
 # noncentral t distribution [Cohen 1988, ch. 2].
@@ -95,33 +95,27 @@ MOST_SEEDS = 10_000
 
 
 def power_of_t(noncentrality: float, degrees: int, level: float) -> float:
-    """Return the power of a two-sided t-test at ``level``; ``noncentrality``: effect in standard errors."""
+    """Return the power of a two-sided t-test at ``level``; ``noncentrality``: effect in standard errors.
+
+    scipy's noncentral t is NaN for large effects at few degrees of freedom.
+    """
     if degrees < 1:
         return 0.0
     bound = float(stats.t.ppf(1 - level / 2, degrees))
 
-    def rejects(deviation: float) -> float:
-        return special.ndtr(noncentrality - bound * deviation) + special.ndtr(-bound * deviation - noncentrality)
-
-    return _mean_over_deviations(rejects, degrees, around=noncentrality / bound)
-
-
-def _mean_over_deviations(function: Callable[[float], float], degrees: int, around: float) -> float:
-    """Return the expectation of ``function`` over a sampled standard deviation in units of the true one, √(χ²/degrees).
-
-    It replaces scipy's noncentral t, which is NaN for large effects at few degrees of freedom. ``around``: where the
-    function changes, as a hint for the integration.
-    """
     half = degrees / 2
     scale = math.log(2) + half * math.log(half) - math.lgamma(half)
 
-    def density(deviation: float) -> float:
-        return math.exp(scale + special.xlogy(degrees - 1, deviation) - half * deviation**2)
+    def rejects(deviation: float) -> float:
+        """For a sampled standard deviation in units of the true one, √(χ²/degrees), times the density of it."""
+        density = math.exp(scale + special.xlogy(degrees - 1, deviation) - half * deviation**2)
+        return density * (
+            special.ndtr(noncentrality - bound * deviation) + special.ndtr(-bound * deviation - noncentrality)
+        )
 
-    most = math.sqrt(stats.chi2.isf(1e-14, degrees) / degrees)
+    around, most = noncentrality / bound, math.sqrt(stats.chi2.isf(1e-14, degrees) / degrees)
     points = sorted({min(max(point, 0.0), most) for point in (around, 0.9 * around, 1.1 * around, 1.0)} - {0.0, most})
-    integral, _ = integrate.quad(lambda s: function(s) * density(s), 0.0, most, points=points, limit=400, epsabs=1e-12)
-    return min(1.0, float(integral))
+    return min(1.0, float(integrate.quad(rejects, 0.0, most, points=points, limit=400, epsabs=1e-12)[0]))
 
 
 def power_of_pairs(d: float, num_seeds: int, level: float) -> float:
@@ -156,25 +150,6 @@ def seeds_needed(d: float, level: float, power: float = POWER) -> int | None:
     return high
 
 
-def power_of_equivalence(margin: float, num_seeds: int, level: float, d: float = 0.0) -> float:
-    """Return the probability that both one-sided tests at ``level`` reject for a true difference ``d``.
-
-    ``margin`` and ``d`` are in standard deviations of the differences.
-    Given the sampled deviation s, the mean must lie within margin − t s/√n of 0: an integral over the chi-square
-    distribution of s² [Phillips 1990].
-    """
-    if num_seeds < 2:
-        return 0.0
-    degrees, root = num_seeds - 1, math.sqrt(num_seeds)
-    bound = float(stats.t.ppf(1 - level, degrees))
-
-    def shows(deviation: float) -> float:
-        room = margin * root - bound * deviation
-        return max(0.0, special.ndtr(room - d * root) - special.ndtr(-room - d * root))
-
-    return _mean_over_deviations(shows, degrees, around=margin * root / bound)
-
-
 def smallest_slope(doses: Sequence[float], num_seeds: int, level: float, power: float = POWER) -> float:
     """Return the smallest slope detected with ``power``, in residual standard deviations; one run per dose and seed.
 
@@ -197,22 +172,7 @@ class Foresight:
     known_from: str
     smallest: float | None  # effect detected with 80%, in units of the outcome (a factor for a ratio)
     margin: float | None
-    power_of_same: float | None  # probability of showing equivalence if there is no difference
     seeds_for_margin: int | None  # seeds to detect an effect as large as the margin with 80%
-
-
-def num_distinct_runs(studies: Sequence[LoadedStudy]) -> int:
-    """Return the number of runs of several studies if equal recipes and seeds run once (`lab run --reuse`)."""
-    seeds_by_recipe: list[tuple[Recipe, set[int]]] = []  # (recipe, seeds of the arms that share it)
-    for loaded in studies:
-        for job in loaded.jobs(Path("runs"), seeds=loaded.study.seeds[:1]):
-            recipe = loaded.recipe(job)
-            same = next((seeds for other, seeds in seeds_by_recipe if not differing_keys(other, recipe)), None)
-            if same is None or job.waits_for:  # a yoked run has another recipe for every seed
-                seeds_by_recipe.append((recipe, set(loaded.study.seeds)))
-            else:
-                same.update(loaded.study.seeds)
-    return sum(len(seeds) for _, seeds in seeds_by_recipe)
 
 
 def foresee(loaded: LoadedStudy, root: Path) -> list[Foresight]:
@@ -237,13 +197,12 @@ def _of_pairs(study: Study, arm: str, name: str, level: float, results: Results 
     if measured is not None:
         spread, source = measured
     if spread is None:
-        return Foresight(arm, name, None, "nothing", None, how.margin, None, None)
+        return Foresight(arm, name, None, "nothing", None, how.margin, None)
     least = smallest_effect(n, level) * spread
-    same = seeds = None
+    seeds = None
     if how.margin is not None:
-        margin = (math.log(how.margin) if how.ratio else how.margin) / spread
-        same, seeds = power_of_equivalence(margin, n, level), seeds_needed(margin, level)
-    return Foresight(arm, name, spread, source, math.exp(least) if how.ratio else least, how.margin, same, seeds)
+        seeds = seeds_needed((math.log(how.margin) if how.ratio else how.margin) / spread, level)
+    return Foresight(arm, name, spread, source, math.exp(least) if how.ratio else least, how.margin, seeds)
 
 
 def _measured_spread(results: Results, arm: str, name: str, how: Outcome) -> tuple[float, str] | None:
@@ -267,9 +226,9 @@ def _of_trend(study: Study, name: str, trend: Trend, level: float, results: Resu
             doses = [float(np.mean(list(values.values()))) for values in by_arm]
             spread, source = math.sqrt(fit.residual_variance), f"{len(runs)} runs"
     if spread is None or not doses:
-        return Foresight(name, trend.outcome, None, "nothing", None, trend.margin, None, None)
+        return Foresight(name, trend.outcome, None, "nothing", None, trend.margin, None)
     smallest = smallest_slope(doses, len(study.seeds), level) * spread
-    return Foresight(name, trend.outcome, spread, source, smallest, trend.margin, None, None)
+    return Foresight(name, trend.outcome, spread, source, smallest, trend.margin, None)
 
 
 def render_foresight(study: Study, rows: list[Foresight]) -> Iterator[str]:
@@ -279,18 +238,16 @@ def render_foresight(study: Study, rows: list[Foresight]) -> Iterator[str]:
         f"{study.name}: {len(study.seeds)} seeds, {number} primaries and trends, level {study.level:g} "
         f"({study.level / number:.2g} for the smallest p-value, Holm)"
     )
-    cells = [["decides", "outcome", "spread", "known from", f"seen with {POWER:.0%}", "margin", "same shown", "seeds"]]
+    cells = [["decides", "outcome", "spread", "known from", f"seen with {POWER:.0%}", "margin", "seeds"]]
     for row in rows:
         numbers = [_short(row.spread), row.known_from, _short(row.smallest), _short(row.margin)]
-        same = "–" if row.power_of_same is None else f"{row.power_of_same:.0%}"
         cells.append(
-            [row.name, row.outcome, *numbers, same, "–" if row.seeds_for_margin is None else str(row.seeds_for_margin)]
+            [row.name, row.outcome, *numbers, "–" if row.seeds_for_margin is None else str(row.seeds_for_margin)]
         )
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     for line in cells:
         yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
     yield "spread: standard deviation of the paired differences over seeds; of a ratio, of its logarithm."
-    yield "same shown: probability that two one-sided tests show equivalence where there is no difference."
     yield "seeds: how many see an effect as large as the margin with the same power."
 
 

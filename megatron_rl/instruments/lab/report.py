@@ -1,22 +1,16 @@
-"""A study's report, figure and tables, and those of docs/lab from the runs in the repository."""
+"""A study's report: its figure and tables."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from PIL import Image
 
-from megatron_rl.errors import InputError
-from megatron_rl.instruments.lab.archive import read_packed
 from megatron_rl.instruments.lab.jobs import LoadedStudy
-from megatron_rl.instruments.lab.ranking import STUDIES, draw, rank, read_costs, table
 from megatron_rl.instruments.lab.results import Effect, Results, read_results
 from megatron_rl.instruments.lab.study import DEFAULT_METRICS, Study
 from megatron_rl.monitor.plots import PANELS, Curves, Panel, draw_panel, group_handles, legend_below
@@ -25,7 +19,7 @@ from megatron_rl.monitor.plots import PANELS, Curves, Panel, draw_panel, group_h
 
 
 SMOOTHING = 5  # steps of the running mean; a batch of 64 responses is noisy
-DPI, COLOURS = 75, 96
+DPI = 75
 WIDTH, HEIGHT = 3.5, 2.7  # inches of a panel
 MOST_COLUMNS = 3
 
@@ -60,14 +54,6 @@ def draw_study(results: Results) -> Figure:
     return figure
 
 
-def save_small(figure: Figure, path: Path) -> None:
-    """Save the figure as a PNG with few colours, at a third of the size, for the repository."""
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=DPI)
-    with Image.open(drawn) as image:
-        image.convert("RGB").quantize(COLOURS).save(path, format="PNG", optimize=True)
-
-
 def smoothed(records: list[dict[str, float]], metrics: Sequence[str]) -> list[dict[str, float]]:
     """Return ``records`` with each of ``metrics`` averaged over the last `SMOOTHING` steps, fewer at the start.
 
@@ -97,7 +83,7 @@ def write_report(loaded: LoadedStudy, root: Path) -> list[Path]:
     folder = root / "report"
     folder.mkdir(parents=True, exist_ok=True)
     figure, text, values = folder / "figure.png", folder / "report.md", folder / "outcomes.json"
-    save_small(draw_study(results), figure)
+    draw_study(results).savefig(figure, dpi=DPI)
     heading = f"# {loaded.study.title}\n\nSource: {loaded.study.source}.\n\n![curves](figure.png)\n\n"
     text.write_text(heading + render(results), encoding="utf-8")
     values.write_text(results.as_json())
@@ -113,10 +99,10 @@ def render(results: Results) -> str:
 def _what_was_run(results: Results) -> Iterator[str]:
     yield f"Claim: {results.study.study.claim}\n"
     yield f"Setting: {results.study.study.setting}\n"
-    yield from _runs(results)
+    yield from runs_told(results)
 
 
-def _runs(results: Results) -> Iterator[str]:
+def runs_told(results: Results) -> Iterator[str]:
     """Yield arms, seeds, steps and cores, then whatever sets some runs apart: their code, their end, their origin."""
     study = results.study.study
     hardware = results.environment.get("hardware", {})
@@ -181,10 +167,10 @@ def _decisions_table(results: Results) -> Iterator[str]:
             f"| {decision.name} | {decision.against} | {decision.outcome} | {cells} | {decision.expected} | "
             f"{decision.p_holm:.2g} | {decision.verdict} |"
         )
-    yield from _margins(study, study.outcomes)
+    yield from margins_told(study, study.outcomes)
 
 
-def _margins(study: Study, outcomes: Iterable[str]) -> Iterator[str]:
+def margins_told(study: Study, outcomes: Iterable[str]) -> Iterator[str]:
     margins = [f"{name} {margin:g}" for name in outcomes if (margin := study.outcomes[name].margin) is not None]
     margins += [f"{name} {trend.margin:g}" for name, trend in study.trends.items() if trend.margin is not None]
     if margins:
@@ -228,95 +214,3 @@ def _caveat(results: Results) -> Iterator[str]:
         f"Among {number} primaries and trends{where}, one or more false findings have a probability of at most "
         f"{study.level:g} (Holm). `megatron-rl lab power` says what effect such a study can see."
     )
-
-
-def render_page(results: Results) -> str:
-    """Return what a study's page in docs/lab has of its runs: figure, claim, and the comparisons that decide."""
-    study = results.study.study
-    recipes = f"recipes/lab/{study.name}"
-    lines = [
-        f"![curves of the study](../images/{_image(study.name)})\n",
-        f"Claim: {study.claim}\n",
-        *_runs(results),
-        f"Setting: [study.yaml](../../{recipes}/study.yaml).\n",
-        *_page_table(results),
-        f"The whole report: `megatron-rl lab report {recipes} --out docs/lab/runs/{study.name}.jsonl.xz`",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _page_table(results: Results) -> Iterator[str]:
-    """Yield a line per gate, primary and trend, with the means of the arm and of its control."""
-    study, decisions = results.study.study, results.decisions()
-    yield "| compared | outcome | predicted | found (95% interval) | p (Holm) | verdict |"
-    yield "|---|---|---|---|---|---|"
-    for decision in decisions:
-        arms = [_with_mean(results, arm, decision.outcome) for arm in (decision.name, decision.against)]
-        compared = decision.name if decision.name in study.trends else " against ".join(arms)
-        number, bounds, _ = ("–", "–", "–") if decision.effect is None else effect_cells(decision.effect)
-        yield (
-            f"| {compared} | {decision.outcome} | {decision.expected} | {number} ({bounds}) | {decision.p_holm:.2g} | "
-            f"{decision.verdict} |"
-        )
-    yield from _margins(study, dict.fromkeys(decision.outcome for decision in decisions))
-
-
-def _with_mean(results: Results, arm: str, outcome: str) -> str:
-    values = list(results.outcomes.get(arm, {}).get(outcome, {}).values())
-    return f"{arm} {np.mean(values):.3g}" if values else arm
-
-
-def _image(name: str) -> str:
-    return f"lab-{name}.png"
-
-
-def write_docs(studies: Sequence[LoadedStudy], docs: Path) -> list[Path]:
-    """Write page, figure and outcomes of each complete study: docs/lab/STUDY.md, docs/images, docs/lab/STUDY.json.
-
-    Runs come from docs/lab/runs/STUDY.jsonl.xz. Returns the files. Raises `InputError` if a page or its marks are
-    absent.
-    """
-    written, complete = [], {}
-    for loaded in studies:
-        file = docs / "lab" / "runs" / f"{loaded.study.name}.jsonl.xz"
-        if file.is_file() and (results := read_packed(loaded, file)).complete:
-            written += write_page(results, docs)
-            complete[loaded.study.name] = results
-    if complete.keys() >= set(STUDIES):
-        written += write_ranking([complete[name] for name in STUDIES], docs)
-    return written
-
-
-def write_ranking(studies: Sequence[Results], docs: Path) -> list[Path]:
-    """Write the table of docs/lab/ranking.md and its picture."""
-    rows, page, image = (
-        rank(studies, read_costs(docs)),
-        docs / "lab" / "ranking.md",
-        docs / "images" / _image("ranking"),
-    )
-    picture = f"![reward kept, mismatch left and cost of each remedy](../images/{image.name})\n\n"
-    fill(page, "ranking", picture + "\n".join(table(rows)) + "\n")
-    save_small(draw(rows), image)
-    return [page, image]
-
-
-def write_page(results: Results, docs: Path) -> list[Path]:
-    """Write the table to docs/lab/STUDY.md, the figure to docs/images, and outcomes of every run beside the page."""
-    name = results.study.study.name
-    page, image, values = docs / "lab" / f"{name}.md", docs / "images" / _image(name), docs / "lab" / f"{name}.json"
-    fill(page, name, render_page(results))
-    for folder in (image.parent, values.parent):
-        folder.mkdir(exist_ok=True)
-    save_small(draw_study(results), image)
-    values.write_text(results.as_json())
-    return [page, image, values]
-
-
-def fill(page: Path, name: str, body: str) -> None:
-    """Put ``body`` between the two marks of ``name`` in ``page``. Raises `InputError` if they are absent."""
-    start, end = f"<!-- lab: {name} -->\n", f"<!-- /lab: {name} -->"
-    text = page.read_text(encoding="utf-8") if page.exists() else ""
-    if start not in text or end not in text:
-        raise InputError(f"{page}: lacks the lines {start.strip()} and {end}; the tables are written between them")
-    pattern = re.compile(re.escape(start) + ".*?" + re.escape(end), re.DOTALL)
-    page.write_text(pattern.sub(lambda _: start + body + end, text), encoding="utf-8")

@@ -23,7 +23,6 @@ def test_explain_schedule_tells_why_and_checks_the_record(tmp_path, capsys):
     assert "lr 1e-06 -> 5e-07" in told
     wrong = abs(period - 202)  # the made-up record halves at 202
     assert f"recorded rate equals the formula at {300 - wrong} of 300 steps" in told
-    assert (run / "plots" / "schedule.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(

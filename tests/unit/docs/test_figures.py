@@ -9,7 +9,6 @@ import subprocess
 import numpy as np
 import pytest
 
-from megatron_rl.commands.softmax_study import study, table
 from megatron_rl.commands.why import score_packed
 from megatron_rl.config import load_recipe
 from megatron_rl.config.learner import DetectorConfig
@@ -22,6 +21,7 @@ from megatron_rl.monitor.alarms import CollapseRule
 from tests.support.tiny import REPOSITORY
 from tools.dev.family_mismatch import table as table_of_families
 from tools.dev.parity_faults import FAULTS
+from tools.dev.softmax_study import study, table
 from tools.dev.tune_surge_detector import CASES, surge_step
 from tools.dev.unstable_runs import judged
 from tools.dev.unstable_runs import summary as summary_of_causes

@@ -51,6 +51,7 @@ def test_loads_flips_and_shares():
     assert report.total_deviation == rounded(1.25, dtype=torch.float32)
     assert report.rho_share == rounded(np.array([[0, 0.4, 0.4, 0], [0] * 4]), dtype=torch.float32)
     assert report.share_without_flip == rounded(0.2, dtype=torch.float32)
+    assert (report.num_trained, report.num_flipped) == (2, 1)
     first = report.rows(1)[0]
     assert (first["layer"], first["expert"]) in {(1, 1), (1, 2)}  # numbers of the model's layers
     assert first["rho_share"] == rounded(0.4, dtype=torch.float32)
@@ -67,6 +68,7 @@ def test_masked_tokens_and_missing_routes_do_not_count():
     assert report.engine_load.sum() == report.learner_load.sum() == 2 * 2 * 2
     assert report.total_deviation == rounded(0.25, dtype=torch.float32)
     assert report.share_without_flip == 1.0
+    assert (report.num_trained, report.num_flipped) == (1, 0)
 
 
 def test_engines_that_agree_have_nothing_to_share():
@@ -74,36 +76,3 @@ def test_engines_that_agree_have_nothing_to_share():
     _add(report, sequence(), ENGINE, ENGINE, np.log(np.full(2, 0.5, np.float32)), SHAPE)
     assert report.total_deviation == 0.0
     assert report.rho_share.sum() == report.share_without_flip == 0.0
-
-
-def test_the_factor_of_a_flip_and_what_is_said():
-    """Token 1 of 2 has the flip, with a square of 1 beside 0.25: a factor of 4, over 2 experts with a flip."""
-    report = empty()
-    _add(report, sequence(), ENGINE, LEARNER, np.log([1.0, 0.75]).astype(np.float32), SHAPE)
-    assert (report.num_trained, report.num_flipped) == (2, 1)
-    assert report.flip_factor == rounded(4.0, dtype=torch.float32)
-    share, scale, factor, _ = report.reading()
-    assert share == "50.0% of the trained tokens have a flip in some layer"
-    assert scale == "scale of rho share: 40.00% each, if the 2 experts with flips had equal shares"
-    assert "is 4 times that of one without: tokens that are routed differently carry more of it, " in factor
-
-
-def test_a_masked_token_is_not_counted():
-    report, masked = empty(), sequence()
-    masked.loss_mask[0] = False
-    _add(report, masked, ENGINE, LEARNER, np.log([1.0, 0.75]).astype(np.float32), SHAPE)
-    assert (report.num_trained, report.num_flipped, report.flip_factor) == (1, 0, None)
-    assert report.reading() == ["no trained token is routed differently: routing is not what the mismatch is made of"]
-
-
-def test_flips_that_do_not_matter_are_said_not_to():
-    report = empty()
-    _add(report, sequence(), ENGINE, LEARNER, np.log([0.75, 0.75]).astype(np.float32), SHAPE)
-    assert report.flip_factor == rounded(1.0, dtype=torch.float32)
-    assert report.reading()[2].endswith("flips and mismatch do not go together")
-
-
-def test_without_mismatch_there_is_nothing_to_read():
-    report = empty()
-    _add(report, sequence(), ENGINE, ENGINE, np.log(np.full(2, 0.5, np.float32)), SHAPE)
-    assert report.reading() == ["rho is 1 at every token: there is no mismatch to share"]

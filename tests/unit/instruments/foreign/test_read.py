@@ -250,7 +250,6 @@ def test_explain_schedule_reads_a_log(logs, tmp_path, monkeypatch, capsys):
     assert "style=length-decay" in text
     assert "mode=shadow" in text
     assert "peak 0.001, floor 0.0001, 24 recorded steps" in text
-    assert (tmp_path / "plots/schedule.png").is_file()
     lengthless = written(tmp_path / "run.jsonl", ROWS)
     assert main(["run", "explain-schedule", str(lengthless)]) == 2
     assert "no response_length/mean" in capsys.readouterr().err

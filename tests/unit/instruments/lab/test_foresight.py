@@ -13,8 +13,6 @@ from megatron_rl.instruments.lab import load_study
 from megatron_rl.instruments.lab.foresight import (
     cost,
     foresee,
-    num_distinct_runs,
-    power_of_equivalence,
     render_foresight,
     seeds_needed,
     smallest_effect,
@@ -39,7 +37,6 @@ def test_before_any_run_the_file_says_the_spread(study, tmp_path):
     level = 0.05 / 4  # three primaries and a trend
     assert (one.spread, one.known_from) == (0.02, "the study file")
     assert one.smallest == rounded(smallest_effect(3, level) * 0.02)
-    assert one.power_of_same == power_of_equivalence(0.05 / 0.02, 3, level)
     assert one.seeds_for_margin == seeds_needed(0.05 / 0.02, level)
     assert (two.smallest, two.margin) == (one.smallest, one.margin)
     assert (later.spread, later.known_from, later.smallest) == (None, "nothing", None)
@@ -65,14 +62,6 @@ def test_power_reckons_with_runs_that_are_packed(capsys):
     rows = capsys.readouterr().out.splitlines()[2:5]
     assert [row.split()[0] for row in rows] == ["finish", "abort-and-resume", "keep"]
     assert all(" 5 seeds " in row for row in rows)
-
-
-def test_runs_that_studies_share_are_counted_once():
-    studies = {name: load_study(LAB / name) for name in ("floor", "mismatch", "corrections", "hacking")}
-    assert num_distinct_runs([studies["floor"]]) == 40
-    # floor's and corrections' exact and int4 are those of mismatch; so is hacking's clip of 0.20, in its eight seeds.
-    for order in (list(studies.values()), list(reversed(studies.values()))):
-        assert num_distinct_runs(order) == 20 + 70 + 40 + 48
 
 
 def test_a_gate_has_the_full_level(study):

@@ -272,18 +272,6 @@ def test_power_by_simulation():
         assert abs(rejected.mean() - expected) < standard_errors(math.sqrt(expected * (1 - expected)), len(draws))
 
 
-@pytest.mark.parametrize(("margin", "d"), [(1.0, 0.0), (1.5, 0.4), (0.3, 0.0)])
-def test_power_of_equivalence_by_simulation(margin, d):
-    rng = np.random.default_rng(8)
-    draws = rng.normal(d, 1.0, size=(20_000, 8))
-    half = stats.t.ppf(0.95, 7) * draws.std(axis=1, ddof=1) / math.sqrt(8)
-    shown = np.abs(draws.mean(axis=1)) + half < margin
-    expected = power.power_of_equivalence(margin, 8, 0.05, d)
-    assert abs(shown.mean() - expected) < standard_errors(0.5, len(draws))
-    assert power.power_of_equivalence(50.0, 8, 0.05) == printed(1.0, 6)
-    assert power.power_of_equivalence(1.0, 1, 0.05) == 0.0
-
-
 def test_the_smallest_slope_of_two_doses_is_the_smallest_paired_effect():
     # A paired difference has √2 of the residual's deviation, and the doses are one apart.
     for n in (3, 10):

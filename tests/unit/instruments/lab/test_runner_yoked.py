@@ -10,7 +10,6 @@ from megatron_rl.__main__ import main
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab import load_study, runner
 from megatron_rl.instruments.lab.archive import pack, read_packed, verify
-from megatron_rl.instruments.lab.foresight import num_distinct_runs
 from megatron_rl.instruments.lab.report import render
 from megatron_rl.instruments.lab.results import read_results, stage
 from megatron_rl.instruments.lab.runner import StudyRunner
@@ -131,10 +130,6 @@ def test_a_run_without_the_outcome_is_said(study, tmp_path):
     file.write_text(file.read_text().replace("actor/lr", "actor/rate"))
     with pytest.raises(InputError, match=r"plain-seed0 has no 'rate' \(actor/lr\), to which another run is yoked"):
         study.jobs(tmp_path)
-
-
-def test_yoked_runs_are_no_other_study_s(study):
-    assert num_distinct_runs([study, study]) == 3 + 2 * 3
 
 
 def test_what_is_registered_of_a_study_without_yoked_arms_stays(study):

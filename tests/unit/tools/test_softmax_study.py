@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from megatron_rl.commands.softmax_study import EMPTY_BIN, NUM_TOKENS, PAPER, histogram_kl, sample, study
 from tests.support.rounding import rounded, standard_errors
+from tools.dev.softmax_study import EMPTY_BIN, NUM_TOKENS, PAPER, histogram_kl, sample, study
 
 HALF_DIGIT = 0.5e-4  # of the four decimals that the paper prints
 
