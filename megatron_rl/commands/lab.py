@@ -45,9 +45,6 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
     )
     start.set_defaults(action=_run)
     start.add_argument(
-        "--amend", metavar="REASON", help="Continue with a study file that was changed since the first run."
-    )
-    start.add_argument(
         "--other-code", action="store_true", help="Continue with another commit than that of the first run."
     )
     start.add_argument("--slurm", action="store_true", help="Submit the runs through slurm/submit.sh, and return.")
@@ -126,7 +123,7 @@ def run_lab(options: argparse.Namespace) -> int:
     STUDY is a study file or its folder, e.g. recipes/lab/hacking. Its runs are in runs/lab/STUDY (--out: another
     folder). `run` skips finished runs and continues interrupted ones, so the same command resumes a study. The two arms
     of a gate run first; the others run if it passes. Before the first run, `run` records the study's fixed parts and
-    the commit. Afterwards it refuses a changed study file (unless --amend REASON) or other code (unless --other-code).
+    the commit. Afterwards it refuses a changed study file, and other code (unless --other-code).
 
     Exit status: 0 all runs finished (also by an alarm) or submitted, 1 some failed, were interrupted or differ, 2 bad
     study or input.
@@ -157,11 +154,10 @@ def _run(options: argparse.Namespace) -> int:
     root = _root(options, loaded.study.name)
     jobs = loaded.jobs(root, options.seeds, options.arms)
     runner = StudyRunner(loaded, root, options.jobs, say=_say)
-    num_finished = sum(runner.state(job) in FINISHED for job in loaded.jobs(root))
     with tempfile.TemporaryDirectory() as unpacked:
         folders, registrations = _sources(options.reuse, Path(unpacked))
         adopt(loaded, root, registrations)
-        register(loaded, root, num_finished, options.amend, options.other_code)
+        register(loaded, root, options.other_code)
         code = None if options.other_code else code_version()
         runner.reuse(jobs, folders, code)
         # Yoked runs take their values from runs that are now finished.

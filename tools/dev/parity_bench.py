@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from megatron_rl.checkpoint.hf_folder import HFFolder, model_weights
 from megatron_rl.config.model_rules import beyond_exact
@@ -135,50 +134,14 @@ class Bench:
             self._clean[who] = self.records(who)
         return self._clean[who]
 
-    def under(self, fault: Fault, others: Sequence[str]) -> list[Record]:
-        """Records of sound ``others``, and of the fault's witnesses under it."""
+    def under(self, fault: AbstractContextManager, witnesses_: Sequence[str], others: Sequence[str]) -> list[Record]:
+        """Records of sound ``others``, and of ``witnesses_`` within the block of ``fault``."""
         sound = [record for who in others for record in self.clean(who)]
-        with fault.plant(self):
-            return [*sound, *(record for who in fault.who for record in self.records(who))]
+        with fault:
+            return [*sound, *(record for who in witnesses_ for record in self.records(who))]
 
 
-# -- faults
-
-
-@dataclass(frozen=True)
-class Fault:
-    """``taps``: the operator that parity should name (of q and k, whose faults are one, the first). ``witnesses``: all
-    in which it should. ``experts``: those that it should name; None: not asked."""
-
-    name: str
-    who: tuple[str, ...]
-    taps: str
-    witnesses: tuple[str, ...]
-    plant: Callable[[Bench], AbstractContextManager]
-    model: str = "qwen3_moe"
-    experts: tuple[int, ...] | None = None
-
-
-FAULTS: dict[str, Fault] = {}
-
-
-def fault(
-    name: str,
-    taps: str,
-    *who: str,
-    found: tuple[str, ...] | None = None,
-    model: str = "qwen3_moe",
-    experts: tuple[int, ...] | None = None,
-) -> Callable:
-    names = {"vllm": (PREFILL, DECODE), "learner": ("learner",), "transformers": ("transformers",)}
-    names["exact"] = ("exact pass",)
-    expected = found or tuple(n for w in who for n in names[w])
-
-    def add(plant: Callable[[Bench], AbstractContextManager]) -> Callable:
-        FAULTS[name] = Fault(name, who, taps, expected, plant, model, experts)
-        return plant
-
-    return add
+# -- ways to change one
 
 
 @contextmanager
@@ -224,17 +187,3 @@ def updated(bench: Bench, change: Callable[[str, Tensor, HFFolder], Tensor]) -> 
         yield
     finally:
         bench.engine.refit(weights(False), 0)
-
-
-def rows_exchanged(x: Tensor) -> Tensor:
-    first, second = x.chunk(2)
-    return torch.cat([second, first])
-
-
-def noisy(x: Tensor) -> Tensor:
-    return x + 0.01 * x.abs().mean() * torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
-
-
-def gelu_and_mul(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return F.gelu(gate) * up

@@ -184,7 +184,6 @@ def _arm_as_json(branch: Branch, judged: Judged) -> dict[str, Any]:
         "values": judged.values,
         **({} if effect is None else _effect_as_json(effect)),
         "p": judged.p,
-        "p_exact": None if effect is None or math.isnan(effect.p_exact) else effect.p_exact,
         "p_holm": judged.p_holm,
         "restored": judged.restored,
         "verdict": judged.verdict,

@@ -176,7 +176,7 @@ def unpack(file: Path, folder: Path) -> Registration | None:
             raise ValueError(f"format {head['format']!r}, this release reads {FORMAT}")
         for run in runs:
             _unpack(run, {"study": head["study"], "file": str(file)}, folder)
-        return None if head["registration"] is None else Registration(**head["registration"])
+        return None if head["registration"] is None else Registration.of(head["registration"])
     except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{file}: cannot be read as runs that `lab pack` wrote ({type(error).__name__}: {error})"
@@ -224,6 +224,6 @@ def adopt(loaded: LoadedStudy, root: Path, registrations: Sequence[Registration 
     if read_registration(root) is None:
         commitment = loaded.study.commitment()
         for registration in registrations:
-            if registration is not None and registration.in_force == commitment:
+            if registration is not None and registration.study == commitment:
                 registration.save(root)
                 return

@@ -86,9 +86,6 @@ def outcome_of(records: Sequence[Mapping[str, float]], outcome: Outcome) -> floa
             return float(values.mean().clip(values.min(), values.max()))  # which rounding alone leaves
         case "max":
             return float(values.max())
-        case "slope":
-            fit = fit_slope(steps, values)
-            return fit and fit.value
         case "log_slope":
             positive = values > 0
             fit = fit_slope(steps[positive], np.log(values[positive]))

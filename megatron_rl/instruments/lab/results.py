@@ -26,7 +26,6 @@ from megatron_rl.monitor.run_directory import CONTINUED_BY, UNKNOWN_CODE, RunDir
 
 LEAST_SEEDS = 3  # two differences that happen to be alike would decide anything
 ALIKE = 1e-9  # of the largest difference: rounding of numbers that are the same
-MOST_FLIPPED = 20  # differences: 2^20 sums
 
 Verdict = Literal["as predicted", "contrary", "no effect", "undecided", "not contradicted", "not testable"]
 """no effect: a difference was predicted, but one as large as the margin is excluded. not testable: the study's gate did
@@ -40,8 +39,7 @@ class Effect:
     ``lower`` and ``upper`` bound the mean difference with 95% (Student's t of the paired differences). ``d`` is Cohen's
     d: their mean over their standard deviation (before exponentiation for a ratio). ``p`` tests for no difference,
     ``p_same`` for a difference as large as the margin (two one-sided tests); NaN without a margin. Equal
-    differences other than 0 have no spread to judge by: both are then 1. ``p_exact``: of the test that needs no normal
-    distribution (each seed's difference has either sign with the same chance); at least 2 / 2^n.
+    differences other than 0 have no spread to judge by: both are then 1.
     """
 
     num_seeds: int
@@ -53,7 +51,6 @@ class Effect:
     p: float = 1.0
     p_same: float = math.nan
     beyond_margin: bool = True  # the mean difference is larger than the margin, or no margin is set
-    p_exact: float = math.nan
 
     @property
     def excludes_none(self) -> bool:
@@ -111,21 +108,7 @@ def paired_effect(
         half = interval_half_width(len(seeds)) * deviation
         d = mean / deviation if deviation > 0 else math.nan
     error = deviation / math.sqrt(len(seeds))
-    effect = _effect(len(seeds), mean, error, half, d, len(seeds) - 1, ratio, margin)
-    return replace(effect, p_exact=sign_flip_p(differences))
-
-
-def sign_flip_p(differences: np.ndarray) -> float:
-    """Return the share of all 2^n choices of signs whose sum is as far from 0 as that of ``differences`` [n].
-
-    Beyond `MOST_FLIPPED` differences NaN: Student's t is then as good.
-    """
-    if len(differences) > MOST_FLIPPED:
-        return math.nan
-    sums = np.zeros(1)
-    for difference in differences:
-        sums = np.concatenate([sums + difference, sums - difference])
-    return float((np.abs(sums) >= abs(differences.sum()) * (1 - 1e-12)).mean())
+    return _effect(len(seeds), mean, error, half, d, len(seeds) - 1, ratio, margin)
 
 
 def _effect(

@@ -1,8 +1,8 @@
 """Runs a study: each run is a separate process, a few at a time; interrupted runs are continued.
 
-Before the first run the study's fixed parts are registered. Later changes of file or commit are refused or reported.
-The record is ``root/registered.json``: the decisive parts of the study file with their SHA-256, the commit, and
-amendments with reasons. Words, labels and drawings may change freely.
+Before the first run the study's fixed parts are registered. Later changes of file or commit are refused.
+The record is ``root/registered.json``: the decisive parts of the study file with their SHA-256, and the commit. Words,
+labels and drawings may change freely.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,18 @@ FILE = "registered.json"
 
 @dataclass
 class Registration:
-    """The fixed parts of a study when its first run began, and later amendments."""
+    """The fixed parts of a study when its first run began."""
 
     study: dict[str, Any]  # `Study.commitment`
     sha256: str
     code: str  # `code_version`
-    num_finished: int = 0  # runs of an older folder that were already finished
-    amendments: list[dict[str, Any]] = field(default_factory=list)
 
-    @property
-    def in_force(self) -> dict[str, Any]:
-        return self.amendments[-1]["study"] if self.amendments else self.study
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Registration:
+        """Return the registration in a file's ``values``. Raises `ValueError` if the study was amended later."""
+        if values.get("amendments"):
+            raise ValueError("the study was amended after its first run; commit acd25ad reads such runs")
+        return cls(values["study"], values["sha256"], values["code"])
 
     def save(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
@@ -54,15 +55,8 @@ class Registration:
     def history(self, study: Study) -> Iterator[str]:
         """Yield sentences for the report on when the study was fixed and changed."""
         yield f"Fixed before the runs: study {self.sha256[:12]}, code {self.code}."
-        if self.num_finished:
-            yield f"{self.num_finished} runs were finished before the study was registered."
-        for amendment in self.amendments:
-            yield (
-                f"Changed after {amendment['num_finished']} finished runs ({', '.join(amendment['keys'])}): "
-                f"{amendment['reason']}."
-            )
-        if keys := changed_keys(self.in_force, study.commitment()):
-            yield f"**The study file was changed after the runs began, and not amended: {', '.join(keys)}.**"
+        if keys := changed_keys(self.study, study.commitment()):
+            yield f"**The study file was changed after the runs began: {', '.join(keys)}.**"
 
 
 def sha256_of(commitment: dict[str, Any]) -> str:
@@ -92,44 +86,30 @@ def code_version() -> str:
 
 def read_registration(root: Path) -> Registration | None:
     file = root / FILE
-    return Registration(**json.loads(file.read_text())) if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        return Registration.of(json.loads(file.read_text()))
+    except ValueError as error:
+        raise InputError(f"{file}: {error}") from error
 
 
-def register(
-    loaded: LoadedStudy, root: Path, num_finished: int, amend: str | None = None, other_code: bool = False
-) -> Registration:
+def register(loaded: LoadedStudy, root: Path, other_code: bool = False) -> Registration:
     """Write the study's fixed parts to disk before the first run; afterwards compare study and code with them.
 
-    Raises `InputError` if values are pending, if a decisive part changed and ``amend`` gives no reason, or if the code
-    changed and ``other_code`` is false.
+    Raises `InputError` if a decisive part changed, or if the code changed and ``other_code`` is false.
     """
-    if loaded.study.pending:
-        open_values = "\n".join(f"  {value}" for value in loaded.study.pending)
-        raise InputError(
-            f"study {loaded.path}: pending: these values are still to be set by pilots\n{open_values}\n  set them first"
-        )
     commitment, code = loaded.study.commitment(), code_version()
     registration = read_registration(root)
     if registration is None:
-        registration = Registration(commitment, sha256_of(commitment), code, num_finished)
+        registration = Registration(commitment, sha256_of(commitment), code)
         registration.save(root)
         return registration
-    if keys := changed_keys(registration.in_force, commitment):
-        if amend is None:
-            raise InputError(
-                f"study {loaded.path}: {', '.join(keys)} changed since the first run of {root} ({FILE} there); restore "
-                "them, give another folder with --out, or run with --amend REASON; all reports then state the reason"
-            )
-        registration.amendments.append(
-            {
-                "sha256": sha256_of(commitment),
-                "study": commitment,
-                "keys": keys,
-                "reason": amend,
-                "num_finished": num_finished,
-            }
+    if keys := changed_keys(registration.study, commitment):
+        raise InputError(
+            f"study {loaded.path}: {', '.join(keys)} changed since the first run of {root} ({FILE} there); restore "
+            "them, or give another folder with --out, which --reuse fills with the runs that are the same"
         )
-        registration.save(root)
     if code != registration.code and not other_code:
         raise InputError(
             f"{root}: the runs there were begun with code {registration.code}, this is {code}; check that commit out, "

@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from megatron_rl.config.base import AnyPath, Section
 
-Statistic = Literal["last", "mean", "max", "slope", "log_slope", "step_pcc", "collapse_step"]
+Statistic = Literal["last", "mean", "max", "log_slope", "step_pcc", "collapse_step"]
 Direction = Literal["higher", "lower", "same"]
 DEFAULT_METRICS = (
     "critic/rewards/mean",
@@ -33,9 +33,9 @@ class Outcome(Section):
     metric: str
     """Name in metrics.jsonl."""
     statistic: Statistic
-    """last, mean, max: of the recorded values. slope, log_slope: least squares over steps, of the value or its
-    logarithm. step_pcc: Pearson correlation with the step. collapse_step: first step whose running mean over
-    `window` steps is below half of the best so far; the number of steps where that never happens."""
+    """last, mean, max: of the recorded values. log_slope: least squares of their logarithms over steps. step_pcc:
+    Pearson correlation with the step. collapse_step: first step whose running mean over `window` steps is below half
+    of the best so far; the number of steps where that never happens."""
     window: PositiveInt = 5
     """Steps of the running mean of collapse_step."""
     first_step: NonNegativeInt = 0
@@ -141,8 +141,6 @@ class Study(Section):
     """Recipe that all arms share, relative to the study file."""
     pilots: list[str] = []
     """Runs that were made before the study, and what was chosen by them: on controls and doses, never on outcomes."""
-    pending: list[str] = []
-    """Values that a pilot has still to set, and how; `lab run` refuses the study until the list is empty."""
     seeds: list[NonNegativeInt] = Field([0, 1, 2], min_length=1)
     """Repetitions; arms are compared seed by seed."""
     level: float = Field(0.05, gt=0, lt=1)
@@ -238,7 +236,7 @@ class Study(Section):
 
     def commitment(self) -> dict[str, Any]:
         """Return the parts that are fixed before the runs: all except words and drawings."""
-        words = {"title", "source", "claim", "setting", "pilots", "pending", "figure", "panels"}
+        words = {"title", "source", "claim", "setting", "pilots", "figure", "panels"}
         values = self.model_dump(mode="json", exclude=words)
         for arm in values["arms"].values():
             del arm["label"]

@@ -53,7 +53,7 @@ def runs(study, tmp_path):
     jobs = study.jobs(root, seeds=[0])
     for number, (job, how) in enumerate(zip(jobs, ({}, {}, {"done": False, "ended": True}, {"done": False}))):
         made(study, job, root, seed=number, **how)
-    register(study, root, 0)
+    register(study, root)
     return root
 
 

@@ -35,7 +35,6 @@ def test_outcomes_of_a_curve():
     assert outcome("mean", [1.0, None, 4.0, math.nan]) == 2.5
     assert np.mean([1e-4] * 200) > 1e-4  # a rate that a run yoked to it may not have
     assert outcome("mean", [1e-4] * 200) == 1e-4
-    assert outcome("slope", [5.0, 3.0, 1.0]) == rounded(-2)
     assert outcome("log_slope", [0.01 * math.exp(0.3 * t) for t in range(6)]) == rounded(0.3)
     # zeros (a step without mismatch) are left out, steps stay where they are
     assert outcome("log_slope", [1.0, 0.0, math.e**2, math.e**3]) == rounded(1.0)
@@ -256,16 +255,15 @@ def test_behind_a_gate_that_fails_nothing_is_testable(runs):
 
 def test_the_report_says_what_was_fixed_and_when(runs, tmp_path):
     study, root = runs
-    fixed = register(study, root, num_finished=8)
+    fixed = register(study, root)
     try:
         text = write_report(study, root)[1].read_text()
         assert f"Fixed before the runs: study {fixed.sha256[:12]}" in text
-        assert "8 runs were finished before the study was registered." in text
         assert "changed after the runs began" not in text
         other = study.path.with_name("other.yaml")
         other.write_text(study.path.read_text().replace("margin: 0.05", "margin: 0.5"))
         text = write_report(load_study(other), root)[1].read_text()
-        assert "changed after the runs began, and not amended: outcomes.reward.margin" in text
+        assert "changed after the runs began: outcomes.reward.margin" in text
     finally:
         (root / "registered.json").unlink()
 

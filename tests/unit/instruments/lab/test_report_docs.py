@@ -39,9 +39,7 @@ def test_every_page_has_the_tables_of_its_runs(kept):
     complete = {one.study.name: results for one, results in kept if results is not None and results.complete}
     for name, results in complete.items():
         text = (DOCS / "lab" / f"{name}.md").read_text()
-        assert render_page(results) in text, (
-            f"docs/lab/{name}.md is not of its runs: `python -m tools.dev.lab_docs`"
-        )
+        assert render_page(results) in text, f"docs/lab/{name}.md is not of its runs: `python -m tools.dev.lab_docs`"
         assert results.as_json() == (DOCS / "lab" / f"{name}.json").read_text()
         assert (DOCS / "images" / f"lab-{name}.png").is_file()
     no_study = {"families"}
@@ -165,7 +163,7 @@ def docs(tmp_path):
 def packed(study, docs, root, jobs):
     for number, job in enumerate(jobs):
         made(study, job, root, seed=number)
-    register(study, root, 0)
+    register(study, root)
     pack(study, root, docs / "lab" / "runs" / f"{study.study.name}.jsonl.xz")
 
 

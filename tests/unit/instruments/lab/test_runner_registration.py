@@ -36,9 +36,9 @@ def write(tmp_path):
 
 def test_words_may_change_and_what_decides_may_not(write, tmp_path):
     root = tmp_path / "runs"
-    first = register(write(), root, 0)
+    first = register(write(), root)
     assert json.loads((root / "registered.json").read_text())["sha256"] == first.sha256
-    assert register(write(title="Another", claim="the same", pilots=["one"]), root, 1).sha256 == first.sha256
+    assert register(write(title="Another", claim="the same", pilots=["one"]), root).sha256 == first.sha256
     for changes, key in [
         ({"seeds": [0, 1, 2, 3]}, "seeds"),  # more seeds after a look are another test
         ({"level": 0.1}, "level"),
@@ -48,37 +48,28 @@ def test_words_may_change_and_what_decides_may_not(write, tmp_path):
         ),
         ({"arms": {"plain": {}, "large": arm({"learner.optimizer.lr": 3e-3}, ["learner.optimizer.lr"])}}, "arms.large"),
     ]:
-        with pytest.raises(InputError, match=f"{key}.* changed since the first run.*--amend REASON"):
-            register(write(**changes), root, 1)
+        with pytest.raises(InputError, match=f"{key}.* changed since the first run.*another folder with --out"):
+            register(write(**changes), root)
     assert read_registration(root) == first
 
 
-def test_a_study_with_values_to_be_set_does_not_begin(write, tmp_path):
-    with pytest.raises(InputError, match=r"(?s)still to be set by pilots\n  arms\.large: the rate\n"):
-        register(write(pending=["arms.large: the rate"]), tmp_path / "runs", 0)
-    assert read_registration(tmp_path / "runs") is None
-
-
-def test_an_amendment_keeps_its_reason_and_how_much_was_known(write, tmp_path):
-    root = tmp_path / "runs"
-    first = register(write(), root, 0)
-    registration = register(write(seeds=[0, 1, 2, 3]), root, 5, amend="three seeds saw nothing")
-    assert registration.sha256 == first.sha256
-    said = " ".join(registration.history(write(seeds=[0, 1, 2, 3]).study))
-    assert "Changed after 5 finished runs (seeds): three seeds saw nothing." in said
-    assert "not amended" not in said
-    assert register(write(seeds=[0, 1, 2, 3]), root, 6) == registration  # once is enough
-    with pytest.raises(InputError, match="seeds changed"):
-        register(write(), root, 6)
+def test_an_amended_registration_is_refused_by_name(write, tmp_path):
+    register(write(), tmp_path)
+    file = tmp_path / "registered.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_finished": 0, "amendments": []}))
+    assert read_registration(tmp_path) == register(write(), tmp_path)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"amendments": [{"reason": "why not"}]}))
+    with pytest.raises(InputError, match=r"registered\.json: the study was amended after its first run"):
+        register(write(), tmp_path)
 
 
 def test_other_code_is_refused_unless_allowed(write, tmp_path, monkeypatch):
     root = tmp_path / "runs"
-    register(write(), root, 0)
+    register(write(), root)
     monkeypatch.setattr(runner, "git_state", lambda _: {"commit": "b" * 40, "changed": []})
     with pytest.raises(InputError, match=f"this is {'b' * 40}; .*--other-code"):
-        register(write(), root, 0)
-    register(write(), root, 0, other_code=True)
+        register(write(), root)
+    register(write(), root, other_code=True)
     monkeypatch.setattr(runner, "git_state", lambda _: {"commit": "b" * 40, "changed": ["a.py"]})
     assert code_version() == "b" * 40 + "+changes"
     monkeypatch.setattr(runner, "git_state", lambda _: None)
