@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from megatron_rl.checkpoint.manifest import TRAINER_FILE
 from megatron_rl.checkpoint.save import WEIGHTS_FILE, load_weights
 from megatron_rl.config import Recipe
-from megatron_rl.config.learner import fp32_products, rollout_fp32_products
 from megatron_rl.config.rollout import InFlightConfig
 from megatron_rl.data import load_tokenizer, load_validation
 from megatron_rl.errors import InputError
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.process_groups import resolve_device, shutdown
+from megatron_rl.learner.process_groups import shutdown
 from megatron_rl.monitor.samples import (
     SampleFile,
     check_names,
@@ -29,7 +27,6 @@ from megatron_rl.monitor.samples import (
     summarise,
     table,
 )
-from megatron_rl.process.fp32_products import settle
 from megatron_rl.process.host import format_table
 from megatron_rl.process.ranks import world_rank
 from megatron_rl.rewards import Rewarder
@@ -37,7 +34,7 @@ from megatron_rl.rewards.rewarder import refuse_too_many, score_shared
 from megatron_rl.rollout import Generator, Sampling
 from megatron_rl.run.engines import load_beside, start_generator
 from megatron_rl.run.prepare import check_recipe
-from megatron_rl.types import Group, Prompt, Rollout
+from megatron_rl.types import Group, Prompt
 
 
 @dataclass
@@ -50,7 +47,6 @@ class Scorer:
     rewarder: Rewarder
     version: int  # version of the weights
     step: int  # step of the checkpoint; 0 for one in Hugging Face layout
-    decode: Callable[[list[int]], str]
 
     def sample(self, sampling: Sampling) -> list[Group]:
         """Return `validation.num_samples` unscored responses to each prompt. Collective."""
@@ -107,8 +103,7 @@ def open_scorer(recipe: Recipe, checkpoint: Path) -> Iterator[Scorer]:
             load_beside(learner, generator, partial(learner.load, checkpoint))
         elif is_weights:
             load_beside(learner, generator, partial(load_weights, checkpoint, learner.module, learner.optimizer))
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
-        yield Scorer(recipe, prompts, generator, rewarder, learner.num_updates, learner.step, decode)
+        yield Scorer(recipe, prompts, generator, rewarder, learner.num_updates, learner.step)
 
 
 def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> dict[str, float]:
@@ -132,73 +127,6 @@ def evaluate(recipe: Recipe, checkpoint: Path, output: Path | None = None) -> di
         if output is not None:
             _write_samples(output.with_suffix(".samples.jsonl"), groups, scorer.step)
     return figures
-
-
-@dataclass(frozen=True)
-class GridPoint:
-    """One row of a grid: the settings of sampling, and the figures."""
-
-    dtype: str
-    temperature: float
-    top_p: float
-    budget: int
-    figures: dict[str, float]
-
-
-def evaluate_grid(
-    recipe: Recipe,
-    checkpoint: Path,
-    dtypes: Sequence[str],
-    temperatures: Sequence[float],
-    top_ps: Sequence[float],
-    budgets: Sequence[int],
-) -> list[GridPoint]:
-    """Return `val/*` of ``checkpoint`` for every rollout dtype, temperature, top-p and token budget [FP16 Table 2].
-
-    Each dtype has its own engine. Responses are sampled once with the largest budget; a smaller budget uses their first
-    tokens. Every rank must call this. ``checkpoint`` and errors: see `open_scorer`.
-    """
-    points = []
-    learner, _ = fp32_products(
-        recipe.learner.dtype, recipe.rollout.dtype, recipe.precision
-    )  # the same with every engine
-    engines = (rollout_fp32_products(dtype, recipe.precision) for dtype in dtypes)
-    settle(learner.union(*engines), resolve_device(recipe.runtime.device).type)
-    for dtype in dtypes:
-        rollout = {"dtype": dtype, "max_response_length": max(budgets)}
-        changed = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=rollout)})
-        with open_scorer(changed, checkpoint) as scorer:
-            for temperature, top_p in itertools.product(temperatures, top_ps):
-                longest = scorer.sample(Sampling(max(budgets), temperature, top_p))
-                for budget in sorted(budgets):
-                    figures = scorer.score(within_budget(longest, budget, scorer.decode))
-                    points.append(GridPoint(dtype, temperature, top_p, budget, figures))
-    return points
-
-
-def within_budget(groups: list[Group], budget: int, decode: Callable[[list[int]], str]) -> list[Group]:
-    """Return copies of ``groups`` with responses cut after ``budget`` tokens; cut ones have the end "length"."""
-
-    def cut(rollout: Rollout) -> Rollout:
-        if rollout.length <= budget:
-            return replace(rollout)
-        if rollout.tokens is None:
-            return replace(rollout, length=budget, num_sampled=None, finish_reason="length")
-        tokens = rollout.tokens[:budget]
-        return replace(
-            rollout,
-            tokens=tokens,
-            inference_logprobs=rollout.inference_logprobs[:budget],
-            policy_versions=rollout.policy_versions[:budget],
-            sampled=None if rollout.sampled is None else rollout.sampled[:budget],
-            num_sampled=None,
-            finish_reason="length",
-            routed_experts=None,
-            route_checksums=None,
-            text=decode(tokens.tolist()),
-        )
-
-    return [Group(group.prompt, [cut(rollout) for rollout in group.rollouts]) for group in groups]
 
 
 def _write_samples(path: Path, groups: Sequence[Group], step: int) -> None:

@@ -52,7 +52,6 @@ COMMANDS = {
     "batch experts": "Show load, flips and mismatch of each expert in a stored batch.",
     "batch gradient-bias": "Measure how far the mismatch turns the gradient of a stored batch.",
     "paper mismatch": "Measure the training-inference mismatch of a checkpoint by pairs of dtypes.",
-    "paper eval-grid": "Measure a checkpoint's accuracy by dtype, temperature, top-p and token budget.",
     "paper sanity-set": "Choose the problems of a dataset that a sound run must learn to solve.",
     "paper sanity-verdict": "Say whether a run on such problems passed.",
 }
@@ -65,7 +64,7 @@ MODULES = {
     "run": ("watch", "samples", "plot", "servers"),
     "why": ("why", "branch", "score_alarms"),
     "batch": ("replay", "attribute", "experts", "gradient_bias"),
-    "paper": ("mismatch", "eval_grid", "sanity_set", "sanity_verdict"),
+    "paper": ("mismatch", "sanity_set", "sanity_verdict"),
 }
 """Modules that hold several commands. Any other command has a module of its name."""
 

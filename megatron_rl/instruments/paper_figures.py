@@ -20,7 +20,6 @@ from megatron_rl.run.recorded_batches import batch_path, load_batch, recorded_st
 from megatron_rl.types import Batch
 
 DETAIL = "objective.mismatch_detail: true records it"
-NOT_RECORDED = "no recipe key records it"
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,6 @@ RATE = PaperPanel("learning rate", ("actor/lr",), is_log=True)
 RHO_STD = PaperPanel("mismatch: std of rho", ("mismatch/rho_std",), is_log=True)
 CLIP_RATIO = PaperPanel("token clip ratio", ("actor/pg_clipfrac",))
 EXTREMES = PaperPanel("pi - mu: largest, smallest", ("mismatch/prob_diff_max", "mismatch/prob_diff_min"), hint=DETAIL)
-BASE_KL = PaperPanel("KL to the base model", (), hint=NOT_RECORDED)
 BY_LENGTH = PaperPanel(
     "|log pi(y)/mu(y)| by response length",
     (r"mismatch/log_ppl_abs_diff_sum/length/.+",),
@@ -81,7 +79,7 @@ BY_POSITION = PaperPanel(
     x="position in the response",
 )
 HACKING = (REWARD, ACCURACY, RHO_STD, ENTROPY)
-EXTENDED = (ACCURACY, RHO_STD, ENTROPY, CLIP_RATIO, BASE_KL, GRAD_NORM)
+EXTENDED = (ACCURACY, RHO_STD, ENTROPY, CLIP_RATIO, GRAD_NORM)
 
 PAPERS: dict[str, tuple[PaperFigure, ...]] = {
     "length-decay": (
@@ -174,7 +172,7 @@ def draw_paper(paper: str, groups: Sequence[Curves], folder: Path, only: Sequenc
         if only and figure.name not in only:
             continue
         lacking = [
-            f"{figure.name}, {panel.title}: {group.label} has no {' or '.join(panel.metrics) or 'metric'}"
+            f"{figure.name}, {panel.title}: {group.label} has no {' or '.join(panel.metrics)}"
             + (f" ({panel.hint})" if panel.hint else "")
             for panel in figure.panels
             for group in groups

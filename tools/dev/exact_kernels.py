@@ -1,7 +1,6 @@
 """Exact mode's kernels at a model's shapes: bits of rows in other batches, and speed beside torch's (docs/gpu.md).
 
     python -m tools.dev.exact_kernels [--model Qwen3-30B-A3B] [--rows 8192] [--dtypes bf16 fp16 fp32]
-    python -m tools.dev.exact_kernels --tiles [64,128,64,4 …]    # speed and bits with other tiles of products
 
 Wants a GPU that nothing else uses. With TRITON_INTERPRET=1 it runs on a CPU, for a model as small as
 recipes/tiny/model; times are then of the interpreter. Exit status 1 where a row has other bits in another batch.
@@ -13,7 +12,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,8 +24,6 @@ from megatron_rl.model.architecture import Architecture, shape_of
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FEW = 64  # rows of a decoding step
 REPEATS = 10
-TILES = ("64,64,32,4", "64,128,64,4", "64,128,128,4", "64,256,64,8", "128,128,32,4", "128,128,64,8", "128,256,64,8")
-"""Rows, columns and terms of a product of one tile, and warps."""
 
 Tensor = torch.Tensor
 
@@ -162,29 +158,6 @@ def attention(a: Architecture, rows: int, dtype: torch.dtype, steps: int) -> int
     return different
 
 
-def tiles(a: Architecture, rows: int, dtype: torch.dtype, chosen: list[str]) -> None:
-    """Print the speed of the products with each of the ``chosen`` tiles, and where bits are not those of today's."""
-    calls: dict[str, tuple[float, Callable[[], Tensor]]] = {}  # what is timed → its operations in TFLOP, the call
-    for name, (inner, columns) in products(a).items():
-        x, weight = torch.randn(rows, inner, dtype=dtype), torch.randn(columns, inner, dtype=dtype)
-        for some in (x, x[:FEW]):
-            calls[f"{name}, {len(some)} rows"] = 2e-12 * some.numel() * columns, partial(gemm.linear, some, weight)
-    for name, weights in expert_weights(a, dtype).items():
-        for tokens in (rows, min(rows, FEW)):
-            ends = routed(a, tokens)
-            x = torch.randn(int(ends[-1]), weights[0].shape[1], dtype=dtype)
-            work = 2e-12 * x.numel() * len(weights[0])
-            calls[f"{name}, {len(x)} rows"] = work, partial(gemm.grouped_linear, x, weights, ends)
-    today = {name: call() for name, (_, call) in calls.items()}
-    for numbers in chosen:
-        gemm.SMALL = gemm.LARGE[dtype] = gemm.Tile(*map(int, numbers.split(",")))
-        print(f"{numbers}:")
-        for name, (work, call) in calls.items():
-            bits = "the same bits" if torch.equal(call(), today[name]) else "other bits"
-            time_s = seconds(call)
-            print(f"  {name}: {work / time_s:.3g} TFLOP/s, {time_s * 1e6:.0f} µs, {bits}", flush=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -193,17 +166,11 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--steps", type=int, default=20, help="decoding steps of attention that are compared")
-    parser.add_argument("--tiles", nargs="*", metavar="ROWS,COLUMNS,TERMS,WARPS", help="none named: some")
     options = parser.parse_args()
     if not gemm.INTERPRETED:
         torch.set_default_device("cuda")
     torch.manual_seed(0)
     a, _ = shape_of(options.model)
-    if options.tiles is not None:
-        for name in options.dtypes:
-            print(f"{name}, {options.model.name}:")
-            tiles(a, options.rows, DTYPES[name], options.tiles or list(TILES))
-        return 0
     different = 0
     for name in options.dtypes:
         print(f"{name}, {options.model.name}:")

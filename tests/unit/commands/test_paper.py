@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megatron_rl.__main__ import main
-from megatron_rl.commands.paper import _listed, read_progress, write_kept
+from megatron_rl.commands.paper import read_progress, write_kept
 from megatron_rl.config.data import DataSourceConfig
 from megatron_rl.data.source import read_problems
 from megatron_rl.errors import InputError
@@ -81,11 +81,3 @@ def test_one_lucky_step_is_no_pass(run, capsys):
 def test_too_short_a_run_has_no_verdict(run, capsys):
     assert main(["sanity-verdict", str(run([1.0, 1.0]))]) == 2
     assert "2 steps recorded, one pass over the problems takes 4" in capsys.readouterr().err
-
-
-def test_lists_of_values():
-    assert _listed("--budgets", "8,24,8", int, [1], lambda x: x > 0) == [8, 24]
-    assert _listed("--budgets", None, int, [1], lambda x: x > 0) == [1]
-    for text, message in (("8,x", "'x' is not a valid int"), ("0", "'0' is out of range")):
-        with pytest.raises(InputError, match=f"--budgets {text}: {message}"):
-            _listed("--budgets", text, int, [1], lambda x: x > 0)

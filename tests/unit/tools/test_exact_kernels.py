@@ -16,13 +16,3 @@ def test_rows_have_the_same_bits_in_every_batch():
     """The program's status is 0."""
     printed = run_interpreted("tools.dev.exact_kernels", *TINY, "--dtypes", "fp32", "--steps", "2")
     assert len(re.findall(r"TFLOP/s.*; other bits in 0 ", printed)) == 3 + 4 + 3
-
-
-def test_speed_with_other_tiles():
-    tiles = ("16,32,32,4", "16,16,16,4")
-    printed = run_interpreted("tools.dev.exact_kernels", *TINY, "--dtypes", "fp32", "--tiles", *tiles)
-    parts = re.split("|".join(f"{tile}:" for tile in tiles), printed)
-    lines = [re.findall(r"  .*, \d+ rows: .* TFLOP/s, \d+ µs, (the same|other) bits", part) for part in parts]
-    # Other terms of a sum add up to other bits.
-    assert [len(bits) for bits in lines] == [0, 3 + 2, 3 + 2]
-    assert (set(lines[1]), "other" in lines[2]) == ({"the same"}, True)
