@@ -22,7 +22,7 @@ EXIT_INCOMPLETE = 1
 
 
 def add_lab(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(required=True, metavar="check|power|plan|run|verify|pack|report")
+    commands = parser.add_subparsers(required=True, metavar="check|power|plan|run|pack|report")
     check = commands.add_parser("check", help="Check studies and their arms. No engine starts.")
     check.add_argument(
         "studies", nargs="+", type=Path, metavar="STUDY", help="Read this study file, or the one in this folder."
@@ -55,15 +55,6 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
         metavar="OPTION",
         help="Give sbatch this option, such as --sbatch=--nodes=4.",
     )
-    again = commands.add_parser("verify", help="Run arms and seeds again and compare their metrics bit for bit.")
-    which = again.add_mutually_exclusive_group(required=True)
-    which.add_argument("--arm", help="Repeat the run of this arm (needs --seed).")
-    which.add_argument("--random", type=COUNT, metavar="N", help="Repeat N finished runs, drawn from the study's hash.")
-    again.add_argument("--seed", type=INDEX, help="Repeat the run of this seed (needs --arm).")
-    again.add_argument(
-        "--jobs", type=COUNT, default=os.cpu_count() or 1, help="Run this number at a time (default: one per core)."
-    )
-    again.set_defaults(action=_verify)
     power = commands.add_parser("power", help="Compute the smallest effect that each primary sees with 80%% power.")
     power.set_defaults(action=_power)
     plan = commands.add_parser("plan", help="Estimate the GPU-hours of every arm. No engine starts.")
@@ -92,11 +83,11 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
     packed.set_defaults(action=_pack)
     report = commands.add_parser("report", help="Draw the figure and write the table of what was run.")
     report.set_defaults(action=_report)
-    for command in (start, again, power, plan, packed, report):
+    for command in (start, power, plan, packed, report):
         command.add_argument(
             "study", type=Path, metavar="STUDY", help="Read this study file, or the one in this folder."
         )
-    for command in (start, again, packed):
+    for command in (start, packed):
         command.add_argument(
             "--out", type=output, help="Use this folder of the study's runs (default: runs/lab/STUDY)."
         )
@@ -116,7 +107,6 @@ def run_lab(options: argparse.Namespace) -> int:
         megatron-rl lab power  STUDY                                 what effect each primary can see; no engine
         megatron-rl lab plan   STUDY --gpu h100-80 [--nodes 4]       GPU-hours of every arm, by arithmetic
         megatron-rl lab run    STUDY [--jobs N] [--seeds 0 1] [--arms A B] [--slurm --sbatch=--nodes=4 …]
-        megatron-rl lab verify STUDY --arm A --seed S | --random N   run again, compare bit for bit
         megatron-rl lab pack   STUDY --to FILE.jsonl.xz              finished runs in one file, for `run --reuse`
         megatron-rl lab report STUDY                                 figure and tables of what was run
 
@@ -212,32 +202,6 @@ def _say_states(states: dict[str, str]) -> None:
     for state in sorted(set(states.values())):
         names = [name for name, state_of_job in states.items() if state_of_job == state]
         _say(f"{state}: {len(names)}" + ("" if state == "done" else f" ({', '.join(names)})"))
-
-
-def _verify(options: argparse.Namespace) -> int:
-    from megatron_rl.instruments.lab.archive import drawn, verify
-    from megatron_rl.instruments.lab.jobs import FINISHED
-    from megatron_rl.instruments.lab.runner import StudyRunner, code_version, read_registration, sha256_of
-
-    if (options.arm is None) != (options.seed is None):
-        raise InputError("verify: give both --arm and --seed, or --random N")
-    loaded = load_study(options.study)
-    root = _root(options, loaded.study.name)
-    if options.arm is not None:
-        jobs = loaded.jobs(root, [options.seed], [options.arm])
-    else:
-        runner = StudyRunner(loaded, root, 1)
-        finished = [job for job in loaded.jobs(root) if runner.state(job) in FINISHED]
-        jobs = drawn(finished, options.random, sha256_of(loaded.study.commitment()))
-    if not jobs:
-        raise InputError(f"{root}: no finished run to verify; run `megatron-rl lab run` first")
-    registered = read_registration(root)
-    if registered is not None and registered.code != code_version():
-        _say(f"the runs were made by {registered.code}, this is {code_version()}")
-    differences = verify(loaded, root, jobs, options.jobs, _say)
-    for name, difference in differences.items():
-        _say(f"{name}: " + (difference or "every metric of every step is the same, bit for bit"))
-    return EXIT_INCOMPLETE if any(differences.values()) else EXIT_DONE
 
 
 def _power(options: argparse.Namespace) -> int:

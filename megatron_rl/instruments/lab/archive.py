@@ -1,21 +1,16 @@
 """Finished runs of a study in one file, for the repository or for another machine.
 
 The file has xz-compressed lines of JSON: a head with the study's fixed parts, then one line per run. From a run's
-metrics.jsonl it keeps the metrics of the study's outcomes and figure, and the SHA-256 of the whole file, so that
-`lab verify` can still compare every metric. It has no names of folders, and only hardware and versions of a machine.
-
-`lab verify` is here too: it repeats a run from its recipe and compares bit for bit.
+metrics.jsonl it keeps the metrics of the study's outcomes and figure. It has no names of folders, and only hardware and
+versions of a machine.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import lzma
-import random
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,67 +18,11 @@ import yaml
 
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import EXIT_DONE, EXIT_ENDED_BY_LIMIT, InputError
-from megatron_rl.instruments.lab.jobs import FINISHED, Job, LoadedStudy, State, without_folders
+from megatron_rl.instruments.lab.jobs import FINISHED, LoadedStudy, State, without_folders
 from megatron_rl.instruments.lab.results import Results, read_results
 from megatron_rl.instruments.lab.runner import PACKED, REUSED, Registration, StudyRunner, read_registration
 from megatron_rl.instruments.lab.study import DEFAULT_METRICS, Study
 from megatron_rl.monitor.run_directory import RunDirectory, encode_record, read_metrics
-
-FOLDER = "verify"
-
-
-def verify(
-    loaded: LoadedStudy,
-    root: Path,
-    jobs: Sequence[Job],
-    num_parallel: int,
-    say: Callable[[str], None] = print,
-    command: Callable[[Job], list[str]] | None = None,
-) -> dict[str, str | None]:
-    """Run ``jobs`` again in a new folder of ``root/verify`` and return the first difference per run, None if equal.
-
-    Raises `InputError` if a job has no finished run to compare with.
-    """
-    first = StudyRunner(loaded, root, num_parallel)
-    if missing := [job.name for job in jobs if first.state(job) not in FINISHED]:
-        raise InputError(f"{root}: {', '.join(missing)} is not finished; `megatron-rl lab run` makes it")
-    fresh = next(folder for number in count(1) if not (folder := root / FOLDER / str(number)).exists())
-    again = [job for original in jobs for job in loaded.jobs(fresh, [original.seed], [original.arm], yoked_to=root)]
-    runner = StudyRunner(loaded, fresh, num_parallel, command, say)
-    states = runner.run(again)
-    differences: dict[str, str | None] = {}
-    for job in again:
-        if states[job.name] not in FINISHED:
-            differences[job.name] = f"the second run is {states[job.name]}: {fresh / job.name}.log"
-            continue
-        one, other = (read_metrics(RunDirectory(folder / job.name).metrics) for folder in (root, fresh))
-        packed = root / job.name / PACKED
-        if packed.is_file():
-            differences[job.name] = _difference_from_packed(one, other, json.loads(packed.read_text())["sha256"])
-        else:
-            differences[job.name] = first_difference(one, other)
-    return differences
-
-
-def digest(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the SHA-256 of all metrics of a run, without times."""
-    lines = (json.dumps(encode_record(_without_times(record)), sort_keys=True) + "\n" for record in records)
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def _difference_from_packed(
-    one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], all_of_one: str
-) -> str | None:
-    if digest(other) == all_of_one:
-        return None
-    packed_keys = {key for record in one for key in record}
-    narrowed = [{key: record[key] for key in record if key in packed_keys} for record in other]
-    return first_difference(one, narrowed) or "a metric differs that the file of runs did not keep"
-
-
-def drawn(jobs: Sequence[Job], number: int, sha256: str) -> list[Job]:
-    """Return ``number`` of ``jobs``, drawn by the study's hash, so that everyone gets the same ones."""
-    return random.Random(sha256).sample(list(jobs), min(number, len(jobs)))
 
 
 def first_difference(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> str | None:
@@ -141,14 +80,12 @@ def _packed(run: Path, state: State, kept: set[str]) -> dict[str, Any]:
     directory = RunDirectory(run)
     environment = json.loads(directory.environment.read_text()) if directory.environment.is_file() else {}
     records = read_metrics(directory.metrics)
-    marked = run / PACKED
     return {
         "run": run.name,
         "reused": (run / REUSED).is_file(),
         "status": EXIT_ENDED_BY_LIMIT if state == "ended" else EXIT_DONE,
         "recipe": without_folders(parse(directory.recipe.read_text())[0]),
         "environment": {key: environment[key] for key in ENVIRONMENT if key in environment} | _starts(environment),
-        "sha256": json.loads(marked.read_text())["sha256"] if marked.is_file() else digest(records),
         "records": [encode_record({key: record[key] for key in record if key in kept}) for record in records],
     }
 
@@ -210,7 +147,7 @@ def _unpack(run: Mapping[str, Any], origin: dict[str, str], folder: Path) -> Non
     directory.recipe.write_text(yaml.safe_dump(run["recipe"], sort_keys=False))
     directory.environment.write_text(json.dumps(run["environment"]))
     directory.metrics.write_text("".join(json.dumps(record) + "\n" for record in run["records"]))
-    (directory.root / PACKED).write_text(json.dumps({"sha256": run["sha256"]} | origin) + "\n")
+    (directory.root / PACKED).write_text(json.dumps(origin) + "\n")
     if run.get("reused"):
         (directory.root / REUSED).write_text("as the file of runs says\n")
     if run["status"] == EXIT_DONE:

@@ -163,13 +163,11 @@ class LoadedStudy:
         root: Path,
         seeds: Sequence[int] | None = None,
         arms: Sequence[str] | None = None,
-        yoked_to: Path | None = None,
     ) -> list[Job]:
         """Return the runs below ``root``, all arms of the first seed first, so that interruption leaves full pairs.
 
-        ``yoked_to``: folder of the runs whose outcomes are the values of yoked arms; None: ``root``. Raises
-        `InputError` if the study lacks one of ``seeds`` or ``arms``, or a finished run has no value for the outcome
-        that another run is yoked to.
+        Raises `InputError` if the study lacks one of ``seeds`` or ``arms``, or a finished run has no value for the
+        outcome that another run is yoked to.
         """
         known_seeds = dict.fromkeys(map(str, self.study.seeds))
         problems = list(unknown_names("--arms", arms or [], self.study.arms))
@@ -177,17 +175,17 @@ class LoadedStudy:
         if problems:
             raise InputError(f"study {self.path}:\n" + "\n".join(f"  {problem}" for problem in problems))
         return [
-            self._job(arm, seed, root, root if yoked_to is None else yoked_to)
+            self._job(arm, seed, root)
             for seed in (self.study.seeds if seeds is None else seeds)
             for arm in (self.study.arms if arms is None else arms)
         ]
 
-    def _job(self, arm: str, seed: int, root: Path, yoked_to: Path) -> Job:
+    def _job(self, arm: str, seed: int, root: Path) -> Job:
         name, setting = run_name(arm, seed), self.study.arms[arm]
         values = {"name": name, "run_root": str(root)} | self.seed_values(arm, seed) | setting.set
         waits_for = []
         for key, yoke in setting.yoked.items():
-            source = yoked_to / run_name(yoke.arm, seed)
+            source = root / run_name(yoke.arm, seed)
             if state_of(source) in FINISHED:
                 values[key] = self._outcome(source, yoke.outcome)
             else:

@@ -100,5 +100,3 @@ def test_the_costs_in_the_docs_are_those_of_the_plan():
 def test_options_of_sbatch_want_slurm(capsys):
     assert main(["lab", "run", str(LAB / "floor"), "--sbatch=--nodes=4"]) == 2
     assert "give --slurm with it" in capsys.readouterr().err
-    assert main(["lab", "verify", str(LAB / "floor"), "--arm", "exact"]) == 2
-    assert "give both --arm and --seed" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.__main__ import main
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab import load_study, runner
-from megatron_rl.instruments.lab.archive import pack, read_packed, verify
+from megatron_rl.instruments.lab.archive import pack, read_packed
 from megatron_rl.instruments.lab.report import render
 from megatron_rl.instruments.lab.results import read_results, stage
 from megatron_rl.instruments.lab.runner import StudyRunner
@@ -113,14 +113,6 @@ def test_packed_runs_are_read_and_reused_with_their_values(study, runs, tmp_path
     assert main([*command, str(tmp_path / "elsewhere"), "--reuse", str(file)]) == 0
     assert len(runs) == 6
     assert capsys.readouterr().out.count(": reused ") == 6
-
-
-def test_a_yoked_run_is_verified_with_the_value_that_it_had(study, runs, tmp_path):
-    main(["lab", "run", str(study.path), "--other-code", "--out", str(tmp_path)])
-    (job,) = study.jobs(tmp_path, [1], ["own"])
-    runs.clear()
-    assert verify(study, tmp_path, [job], 1, lambda _: None) == {"own-seed1": None}
-    assert runs == [("own-seed1", rate_of(study, job))] != [("own-seed1", 1e-3)]
 
 
 def test_a_run_without_the_outcome_is_said(study, tmp_path):

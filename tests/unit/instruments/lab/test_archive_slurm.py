@@ -1,26 +1,17 @@
-"""A run of a study is made again and compared bit for bit; a study is submitted run by run."""
+"""Two records of a run are compared bit for bit; a study is submitted run by run."""
 
 from __future__ import annotations
-
-import sys
 
 import pytest
 
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab import load_study
 from megatron_rl.instruments.lab import runner as running
-from megatron_rl.instruments.lab.archive import drawn, first_difference, verify
+from megatron_rl.instruments.lab.archive import first_difference
 from megatron_rl.instruments.lab.runner import StudyRunner
 from tests.unit.instruments.lab.test_study import LAB
 
 RECORDS = [{"step": 0, "time": 1.0, "perf/time/step": 2.0, "a": 0.1}, {"step": 1, "time": 2.0, "a": float("nan")}]
-# argv: run folder, value: a run that writes one record
-FAKE_RUN = """
-import pathlib, sys, time
-folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True, exist_ok=True)
-(folder / "metrics.jsonl").write_text('{"step": 0, "time": %r, "a": %s}\\n' % (time.time(), sys.argv[2]))
-(folder / "DONE").write_text("1")
-"""
 
 
 def changed(**values):
@@ -39,36 +30,6 @@ def test_times_may_differ_and_nothing_else():
 @pytest.fixture
 def study():
     return load_study(LAB / "servers")
-
-
-def test_a_run_is_made_again_in_a_folder_of_its_own(study, tmp_path):
-    jobs = study.jobs(tmp_path, seeds=[0])[:2]
-    values = {}
-
-    def command_below(root):
-        return lambda job: [sys.executable, "-c", FAKE_RUN, str(root / job.name), values.get(job.arm, "0.5")]
-
-    StudyRunner(study, tmp_path, 1, command_below(tmp_path), lambda _: None).run(jobs)
-    before = (tmp_path / jobs[0].name / "metrics.jsonl").read_text()
-    same = verify(study, tmp_path, jobs, 1, lambda _: None, command_below(tmp_path / "verify" / "1"))
-    assert same == {jobs[0].name: None, jobs[1].name: None}
-    values[jobs[1].arm] = "0.25"
-    differences = verify(study, tmp_path, jobs, 1, lambda _: None, command_below(tmp_path / "verify" / "2"))
-    assert differences[jobs[0].name] is None
-    assert differences[jobs[1].name] == "step 0: a is 0.5 in the first run and 0.25 in the second"
-    assert (tmp_path / jobs[0].name / "metrics.jsonl").read_text() == before
-
-
-def test_what_is_not_finished_cannot_be_verified(study, tmp_path):
-    with pytest.raises(InputError, match=r"synchronous-seed0 is not finished"):
-        verify(study, tmp_path, study.jobs(tmp_path, seeds=[0])[:1], 1)
-
-
-def test_runs_are_drawn_by_the_study_and_not_by_who_asks(study, tmp_path):
-    jobs = study.jobs(tmp_path)
-    assert drawn(jobs, 3, "a" * 64) == drawn(jobs, 3, "a" * 64)
-    assert len({drawn(jobs, 1, f"{n}" * 64)[0] for n in range(10)}) > 1
-    assert len(drawn(jobs[:2], 3, "a" * 64)) == 2
 
 
 @pytest.fixture
