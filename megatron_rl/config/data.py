@@ -93,9 +93,6 @@ class DataConfig(Section):
     """How problems become prompts, the same for training and validation."""
     train_fraction: float = Field(1.0, gt=0, le=1)
     """Train on this share of the problems, drawn once from `seed`; a smaller share is part of every larger one."""
-    cache: str = "auto"
-    """Folder where files of over 1 MiB are kept as token ids, made once for all ranks and later starts. `auto`:
-    `$MEGATRON_RL_CACHE`, else `~/.cache/megatron_rl`; `none`: every rank tokenizes them into its own memory."""
     shuffle: bool = True
     """A new order every epoch, drawn from (seed, epoch). false: file order every epoch."""
     seed: NonNegativeInt = 0

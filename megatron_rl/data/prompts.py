@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
-import hashlib
 import itertools
 import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,7 @@ import numpy as np
 from megatron_rl.config.data import DataConfig, DataSourceConfig, PromptConfig
 from megatron_rl.config.sections import ValidationConfig
 from megatron_rl.data.source import Message, Problem, read_problems
-from megatron_rl.data.table import FORMAT, NotCached, PromptCache, PromptSet, TableWriter, cache_folder, in_memory
+from megatron_rl.data.table import PromptSet, TableWriter, in_memory
 from megatron_rl.errors import InputError
 from megatron_rl.types import Prompt
 
@@ -42,11 +40,6 @@ _RESERVED = (
 _SWITCHES = ("true", "false", "yes", "no", "on", "off")  # text that probably should be true or false
 _GENERATION_TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # of transformers, unknown to Jinja
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_TOKENIZER_FILES = (
-    *_VOCABULARY_FILES,
-    *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-)
-CACHED_BYTES = 1 << 20  # smaller data files are not cached: they are tokenized in half a second
 _BATCH, _BATCH_CHARACTERS = 2048, 64 << 20  # largest number of prompts, and of their characters, tokenized at a time
 _FRACTION = 1  # number of the draw of `train_fraction` among the draws of a seed
 
@@ -281,11 +274,8 @@ def load_prompts(
     sources: DataSourceConfig | Sequence[DataSourceConfig],
     tokenizer: PreTrainedTokenizerBase,
     config: PromptConfig | None = None,
-    cache: Path | None = None,
 ) -> PromptSet:
     """Read, format and tokenize the problems of all ``sources`` and return their prompts.
-
-    ``cache``: folder that stores prompts of large files; None keeps them in memory.
 
     Raises InputError for the errors of ``read_problems``; an id in two sources; a prompt longer than
     ``config.max_length`` with ``overlong: error``; no prompt left; a chat that no template can format.
@@ -293,15 +283,8 @@ def load_prompts(
     sources = [sources] if isinstance(sources, DataSourceConfig) else list(sources)
     config = config or PromptConfig()
     template = chat_template(tokenizer, config)
-    build = partial(_write, sources, tokenizer, config, template)
+    prompts = in_memory(partial(_write, sources, tokenizer, config, template))
     names = ", ".join(source.path for source in sources)
-    prompts = None
-    if cache is not None and _is_large(sources):
-        try:
-            prompts = _load_cached(PromptCache(cache), sources, tokenizer, config, template, build)
-        except NotCached as reason:
-            logger.warning("%s: tokenized by every process in its memory: %s", names, reason)
-    prompts = in_memory(build) if prompts is None else prompts
     if prompts.num_dropped:
         logger.warning("%s: dropped %d prompts longer than %d tokens", names, prompts.num_dropped, config.max_length)
     if prompts.num_cut:
@@ -311,18 +294,18 @@ def load_prompts(
 
 def load_train(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
     """Return the prompts of `data.train`, or the share `data.train_fraction` of them, in file order."""
-    prompts = load_prompts(data.train, tokenizer, data.prompt, cache_folder(data.cache))
+    prompts = load_prompts(data.train, tokenizer, data.prompt)
     if data.train_fraction == 1:
         return prompts
     order = np.random.Generator(np.random.PCG64([data.seed, 0, _FRACTION])).permutation(len(prompts))
     chosen = np.sort(order[: max(1, round(data.train_fraction * len(prompts)))])
     logger.info("data.train_fraction: %d of %d prompts", len(chosen), len(prompts))
-    return prompts.choose(chosen, f"{data.train_fraction}-{data.seed}")
+    return prompts.choose(chosen)
 
 
 def load_validation(data: DataConfig, validation: ValidationConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
     """Return the prompts of `data.validation`; of equal rows the first."""
-    prompts = load_prompts(data.validation, tokenizer, data.prompt, cache_folder(data.cache))
+    prompts = load_prompts(data.validation, tokenizer, data.prompt)
     if prompts.num_different == len(prompts):
         return prompts
     logger.warning(
@@ -330,7 +313,7 @@ def load_validation(data: DataConfig, validation: ValidationConfig, tokenizer: P
         len(prompts),
         prompts.num_different,
     )
-    return prompts.choose(np.sort(np.unique(prompts.first_rows, return_index=True)[1]), "different")
+    return prompts.choose(np.sort(np.unique(prompts.first_rows, return_index=True)[1]))
 
 
 def check_vocabulary(prompts: PromptSet, vocab_size: int) -> None:
@@ -340,53 +323,6 @@ def check_vocabulary(prompts: PromptSet, vocab_size: int) -> None:
             f"prompt {prompt.id!r}: token {max(prompt.tokens)}, but the model's vocabulary has {vocab_size} (0 … "
             f"{vocab_size - 1}); the tokenizer in model.path belongs to another model: copy this model's tokenizer"
         )
-
-
-def _is_large(sources: Sequence[DataSourceConfig]) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        return sum(Path(source.path).stat().st_size for source in sources) >= CACHED_BYTES
-    return False  # `read_problems` raises the error
-
-
-def _load_cached(
-    cache: PromptCache,
-    sources: Sequence[DataSourceConfig],
-    tokenizer: Any,
-    config: PromptConfig,
-    template: str | None,
-    build: Callable[[TableWriter], None],
-) -> PromptSet:
-    if template is not None and "strftime_now" in template:
-        raise NotCached("the chat template writes today's date")
-
-    def key() -> dict[str, Any]:
-        files = [
-            source.model_dump(exclude={"path", "weight"})
-            | {"name": source.label, "kind": Path(source.path).suffix}
-            | {"sha256": cache.file_digest(Path(source.path))}
-            for source in sources
-        ]
-        about = {"files": files, "prompt": config.model_dump(), "template": template}
-        return about | {"tokenizer": about_tokenizer, "format": FORMAT}
-
-    about_tokenizer = _about_tokenizer(tokenizer)
-    return cache.load(key, build, ", ".join(source.path for source in sources))
-
-
-def _about_tokenizer(tokenizer: Any) -> dict[str, Any]:
-    """Return all that determines how a tokenizer encodes a text."""
-    import tokenizers
-    import transformers
-
-    folder = Path(tokenizer.name_or_path)
-    files = {name: folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()}
-    backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else ""
-    return {
-        "files": {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()},
-        "backend": hashlib.sha256(backend.encode()).hexdigest(),
-        "class": type(tokenizer).__name__,
-        "versions": [transformers.__version__, tokenizers.__version__],
-    }
 
 
 def _write(

@@ -124,7 +124,7 @@ def make_sampler(prompts: PromptSet, data: DataConfig) -> PromptSampler | MixedS
     rows = prompts.rows_of_names(list(weights))
     if absent := [name for name, numbers in rows.items() if not len(numbers)]:
         raise InputError(f"data.train: source {absent[0]!r} has a weight but no prompts left; remove the source")
-    parts = {name: prompts.choose(numbers, f"source-{number}") for number, (name, numbers) in enumerate(rows.items())}
+    parts = {name: prompts.choose(numbers) for name, numbers in rows.items()}
     return MixedSampler({name: walk(part) for name, part in parts.items()}, weights)
 
 

@@ -19,7 +19,7 @@ from megatron_rl.monitor.run_directory import RunDirectory
 from megatron_rl.run.identity import ABSENT, differences, read_recipe, recipe_changes, recipes_of
 
 # Of what may change between starts: what a run cannot learn otherwise from. A file's contents are compared as such.
-INERT = ("name", "run_root", "num_steps", "data.cache", "checkpoint.*", "monitor.*", "recorder.*", "validation.*")
+INERT = ("name", "run_root", "num_steps", "checkpoint.*", "monitor.*", "recorder.*", "validation.*")
 INERT += ("learner.max_consecutive_overflows", "rollout.deadline_s", "reward.max_error_frac.*")
 LEARNS = ("model.path", "data.train")  # files that another recipe may name: what they hold is another thing
 STARTS = ("versions", "patches", "git.commit", "hardware", "variables", "python")  # of environment.json

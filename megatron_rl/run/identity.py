@@ -40,7 +40,6 @@ MAY_CHANGE = (
     "model.path",
     "data.train",
     "data.validation",
-    "data.cache",
     # How long the run is. `_moves_the_schedule` has the exception.
     "num_steps",
     # Layout, memory and speed. Checkpoints load under every layout.

@@ -175,9 +175,7 @@ def test_a_checkpoint_of_other_sources_is_refused():
         plain.load_state_dict(mixed.state_dict())
 
 
-@pytest.mark.parametrize("cache", ["none", "folder"])
-def test_files_are_mixed_by_the_names_of_their_sources(tmp_path, monkeypatch, cache):
-    monkeypatch.setattr("megatron_rl.data.prompts.CACHED_BYTES", 0)
+def test_files_are_mixed_by_the_names_of_their_sources(tmp_path):
     for name, answers in (("easy", range(6)), ("hard", range(10, 13))):
         rows = [json.dumps({"problem": f"^{i % 7}=", "answer": str(i)}) for i in answers]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
@@ -185,7 +183,7 @@ def test_files_are_mixed_by_the_names_of_their_sources(tmp_path, monkeypatch, ca
         {"path": str(tmp_path / "easy.jsonl"), "weight": 2},
         {"path": str(tmp_path / "hard.jsonl"), "name": "easy:hard", "weight": 1},  # begins as the other's ids do
     ]
-    data = DataConfig.model_validate({"train": sources, "cache": "none" if cache == "none" else str(tmp_path / "kept")})
+    data = DataConfig.model_validate({"train": sources})
     prompts = load_train(data, load_tokenizer(TINY))
     taken = make_sampler(prompts, data).take(9)
     assert sorted(int(p.answer) for p in taken if p.id.startswith("easy:hard:")) == [10, 11, 12]
@@ -197,6 +195,6 @@ def test_a_source_of_which_nothing_is_left_is_named(tmp_path):
         rows = [json.dumps({"problem": f"^{i % 7}=", "answer": str(i)}) for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
     sources = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in "ab"]
-    data = DataConfig.model_validate({"train": sources, "train_fraction": 0.01, "cache": "none"})
+    data = DataConfig.model_validate({"train": sources, "train_fraction": 0.01})
     with pytest.raises(InputError, match="source 'b' has a weight but no prompts left"):
         make_sampler(load_train(data, load_tokenizer(TINY)), data)
