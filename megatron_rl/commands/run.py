@@ -250,11 +250,9 @@ def run_servers(options: argparse.Namespace) -> int:
         megatron-rl run servers RUN [--json]
 
     RUN is the directory of a running or finished run. The list comes from the run's own table. With the token
-    (MRL_SERVER_TOKEN, or `rollout.servers.token_file` of the run's recipe) the command also queries servers that are
-    not lost.
+    (MRL_SERVER_TOKEN) the command also queries servers that are not lost.
 
         state   ready: takes requests · updating: receives weights · lost, refused: see `why` · ended: with the run ·
-                aside: the address answers, but is not a server of the run ·
                 answers, silent: result of the query just now · found: known by its file alone
     """
     table = describe(options.run)
@@ -272,7 +270,7 @@ def describe(run_dir: Path) -> dict[str, Any]:
     server.
     """
     from megatron_rl.rollout.servers.pool import read_table, row
-    from megatron_rl.rollout.servers.rendezvous import folder, read
+    from megatron_rl.rollout.servers.rendezvous import folder, read, read_token
     from megatron_rl.rollout.servers.wire import Load
 
     table = read_table(run_dir) or {"written": None, "due": None, "servers": []}
@@ -285,19 +283,10 @@ def describe(run_dir: Path) -> dict[str, Any]:
         raise InputError(
             f"{run_dir}: no server has been registered; set rollout.engine: vllm_server and start `serve` or `train`"
         )
-    token = _server_token(run_dir)
+    token = read_token()
     if token is not None:
         asyncio.run(_ask(table["servers"], {address.name: address for address in addresses if address}, token))
     return table
-
-
-def _server_token(run_dir: Path) -> str | None:
-    from megatron_rl.config import load_recipe
-    from megatron_rl.monitor.run_directory import RunDirectory
-    from megatron_rl.rollout.servers.rendezvous import read_token
-
-    recipe = RunDirectory(run_dir).recipe
-    return read_token(load_recipe(recipe).rollout.servers) if recipe.is_file() else None
 
 
 async def _ask(servers: list[dict[str, Any]], addresses: dict[str, Address], token: str) -> None:

@@ -22,7 +22,8 @@ CONFIG = {
     "engine": "vllm_server",
     "max_response_length": 24,
     "max_staleness": 1,
-    "servers": {"count": 2, "wait_s": 60.0, "health_every_s": 0.2, "concurrency": 5},
+    "servers": {"count": 2, "wait_s": 60.0, "health_every_s": 0.2},
+    "max_num_seqs": 5,
 }
 SERVER = "tools.bench.lib.made_up_server"
 
@@ -149,8 +150,6 @@ def test_rank_0_alone_speaks_of_servers(results):
 
 
 def test_the_run_tells_of_its_servers(results):
-    """Two samples of each of a rank's two prompts, on the one server that was left: the second of each is at home."""
-    assert [rank["stats"]["rollout/servers/at_home"] for rank in results] == [0.5] * 3
     assert results[0]["stats"]["rollout/servers/lost"] == 1
     states = {one["name"]: one["state"] for one in results[0]["table"]["servers"]}  # in the order in which they joined
     assert states == {"a": "lost", "b": "lost"}

@@ -2,5 +2,5 @@
 
 The loop uses `generator`, which speaks through `client` to servers that `server` starts. `pool` keeps track of them,
 `dispatch` hands requests out. `guard` (in the server) and `client` are the two ends of one protocol, which
-docs/servers.md describes. Only `server`, `guard` and the worker extension run inside a server.
+docs/servers.md describes. Only `server` and `guard` run inside a server.
 """

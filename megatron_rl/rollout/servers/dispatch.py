@@ -53,7 +53,6 @@ class Balance:
     def __init__(self, prompts: Sequence[Hashable], slack: int) -> None:
         self._prompts, self._slack = list(prompts), slack
         self._home: dict[Hashable, int] = {}  # the server that a prompt went to last
-        self.num_at_home = 0  # requests that found their prompt's server
 
     def add(self, prompt: Hashable) -> None:
         """One more request comes, which begins with ``prompt``."""
@@ -64,7 +63,6 @@ class Balance:
         prompt, shortest = self._prompts[index], min(free, key=lambda member: member.queue)
         home = next((member for member in free if member.number == self._home.get(prompt)), None)
         if home is not None and home.queue <= shortest.queue + self._slack:
-            self.num_at_home += 1
             return home
         self._home[prompt] = shortest.number
         return shortest
@@ -125,7 +123,7 @@ class Legs:
         return Answer(finish_reason=self.answers[-1].finish_reason, **columns)
 
 
-NEWS_S = 5.0  # for other ranks to hear which weights are due: twice `following.LOOK_S` is usual
+RETRIES = 3  # of one response that failed, before the run ends
 
 
 class Line:
@@ -149,10 +147,10 @@ class Line:
 class Dispatch:
     """One call's requests of one rank. ``names`` say in errors which request it was.
 
-    ``concurrency``: most requests in flight to one server. ``share`` (i, n): this rank is number i of n that ask the
-    same servers. Each has its part of every server's ``concurrency``, so that together they do not pass it.
-    ``line``: of the rank's calls; this one's ``place`` in it, low ones first. ``is_open``: requests are added while it
-    runs (`add`), and it ends when this is set to False.
+    ``concurrency``: most requests in flight to one server. ``retries``: of one that failed. ``share`` (i, n): this
+    rank is number i of n that ask the same servers. Each has its part of every server's ``concurrency``, so that
+    together they do not pass it. ``line``: of the rank's calls; this one's ``place`` in it, low ones first.
+    ``is_open``: requests are added while it runs (`add`), and it ends when this is set to False.
     """
 
     def __init__(
@@ -161,7 +159,7 @@ class Dispatch:
         bodies: Sequence[dict[str, Any]],
         names: Sequence[str],
         concurrency: int,
-        retries: int,
+        retries: int = RETRIES,
         share: tuple[int, int] = (0, 1),
         balance: Balance | None = None,
         line: Line | None = None,
@@ -206,7 +204,7 @@ class Dispatch:
     async def completions(self) -> AsyncIterator[tuple[int, Answer]]:
         """Number and answer of each request as they come, until each was answered or given up.
 
-        Raises `RolloutError` where a request failed more than `retries` times or was refused, or where no server is
+        Raises `RolloutError` where a request failed more than ``retries`` times or was refused, or where no server is
         left and none comes back in time.
         """
         self._line.join(self._place, self)
@@ -273,15 +271,6 @@ class Dispatch:
             if not self._waiting and self._line.first() is not None:
                 self._members.note()  # the next call may ask now
 
-    async def _check_versions(self, answer: Answer) -> None:
-        """Raise `ServerLost` where a token is of weights that nobody has sent. This rank may hear of them late."""
-        newest = int(answer.versions.max(initial=0))
-        try:
-            async with asyncio.timeout(NEWS_S):
-                await self._members.reach(newest, exactly=False)
-        except TimeoutError:
-            raise ServerLost(f"tokens of policy version {newest}; {self._members.due} is the newest") from None
-
     def _is_new_to(self, index: int, member: Member, version: int) -> bool:
         """Whether this is the first time that request ``index`` meets an update of ``member`` from ``version`` on."""
         overtaken = self._overtaken.setdefault(index, set())
@@ -308,14 +297,13 @@ class Dispatch:
             self._members.note()  # the room is another call's
         try:
             answer = task.result()
-            await self._check_versions(answer)
             if index not in self._left:  # given up meanwhile
                 return index, None
             if self.legs[index].add(answer):
                 self._left.discard(index)
                 return index, self.legs[index].whole()
             is_update = member.version != version or len(answer.tokens) > 0
-            self._members.mark_updated(member, version)
+            self._members.mark_stale(member, version)
             if is_update or self._is_new_to(index, member, version):
                 self._waiting.appendleft(index)
                 return index, None
@@ -323,8 +311,7 @@ class Dispatch:
         except RequestRefused as error:
             raise RolloutError(f"{self._names[index]}: {member.address.name} refused it: {error}") from error
         except StaleServer as error:
-            if member.version == version:  # else it has been brought up to date meanwhile
-                self._members.mark_stale(member)
+            self._members.mark_stale(member, version)
             failure: ServerError = error
             # An update that was quicker than the request is no failure of it; it may be so at every server once.
             counts = not self._is_new_to(index, member, version)
@@ -339,7 +326,7 @@ class Dispatch:
             await self._members.suspect(member, failure)
         if len(failures) > self._retries and index in self._left:
             raise RolloutError(
-                f"{self._names[index]}: failed {len(failures)} times (rollout.servers.retries), last on "
+                f"{self._names[index]}: failed {len(failures)} times, last on "
                 f"{failures[-1]}; before on {', '.join(failures[:-1]) or 'none'}"
             )
         return index, None

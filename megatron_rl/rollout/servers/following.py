@@ -140,8 +140,7 @@ class Publisher:
             members = self._members.members.values()
             member = next((m for m in members if m.number == complaint["member"]), None)
             if member is not None and complaint["kind"] == "stale":
-                if member.version == complaint["version"]:
-                    self._members.mark_stale(member)
+                self._members.mark_stale(member, complaint["version"])
             elif member is not None:
                 await self._members.suspect(member, ServerLost(complaint["error"], complaint["is_final"]))
         finally:
@@ -162,7 +161,7 @@ class Follower(Members):
     ) -> None:
         super().__init__(limits, lambda: stop() or self._table["stop"])
         self._board, self._name, self._rank, self._connect = board, note_of(rank), str(rank), connect
-        self._ended, self._numbers, self._must_take = 0, 0, True
+        self._ended, self._numbers = 0, 0
         self._complaints: dict[int, dict[str, Any]] = {}
         self._waiting: dict[int, asyncio.Future] = {}
         (self._table,) = board.read([TABLE])
@@ -179,15 +178,11 @@ class Follower(Members):
         if not member.lost:
             await self._until_settled(self._complain(member, kind="failed", error=str(error), is_final=error.is_final))
 
-    def mark_stale(self, member: Member) -> None:
-        settled = self._until_settled(self._complain(member, kind="stale", version=member.version))
-        task = asyncio.ensure_future(settled)
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # the keeper's error says why
-
-    def mark_updated(self, member: Member, version: int) -> None:
+    def mark_stale(self, member: Member, version: int) -> None:
         if member.version == version:
-            member.version = None
-            self._must_take = True  # at the next look: rank 0 has taken note of the update by then, or soon
+            settled = self._until_settled(self._complain(member, kind="stale", version=version))
+            task = asyncio.ensure_future(settled)
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # the keeper's error says why
 
     def share_ended(self, number: int) -> None:
         self._ended = max(self._ended, number)
@@ -235,12 +230,11 @@ class Follower(Members):
 
     async def _take(self, table: dict[str, Any]) -> None:
         """The state is rank 0's from now on."""
-        is_new, self._table = table != self._table or self._must_take, table
+        is_new, self._table = table != self._table or not self.members, table
         if table["failed"]:
             raise RolloutError(table["failed"])
         if not is_new:
             return
-        self._must_take = False
         known = {member.number: member for member in self.members.values()}
         for item in table["members"]:
             member = known.get(item["number"])

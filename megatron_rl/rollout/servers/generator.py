@@ -55,11 +55,10 @@ from megatron_rl.rollout.servers.pool import load_metrics, prompt_tokens
 from megatron_rl.rollout.servers.rendezvous import agreed_settings
 from megatron_rl.rollout.servers.run_servers import RunServers, Started
 from megatron_rl.rollout.servers.weight_updates import WeightUpdates
-from megatron_rl.rollout.servers.wire import Answer, ModelLimits
-from megatron_rl.routing import RouteShape
+from megatron_rl.rollout.servers.wire import Answer
 from megatron_rl.types import Group, Prompt, Rollout
 
-PREFIX_SLACK = 8  # a queue that is longer by more than an eighth of `concurrency` outweighs a prompt's cache
+PREFIX_SLACK = 8  # a queue that is longer by more than an eighth of `max_num_seqs` outweighs a prompt's cache
 
 
 class Sampler:
@@ -111,15 +110,14 @@ class Sampler:
             try:
                 await members.reach(version, is_exact)
                 start = time.perf_counter()
-                slack = servers.concurrency // PREFIX_SLACK
+                slack = self._config.max_num_seqs // PREFIX_SLACK
                 balance = Balance([r.row for r in known], slack)
                 before = prompt_tokens(members.members.values())
                 dispatch = Dispatch(
                     members,
                     bodies,
                     names[: len(known)],
-                    servers.concurrency,
-                    self._config.servers.retries,
+                    most,
                     share=(servers.fetchers.index(world_rank()), len(servers.fetchers)),
                     balance=balance,
                     line=self._line,
@@ -141,7 +139,7 @@ class Sampler:
                 members.share_ended(number)
             seconds = time.perf_counter() - start
         rollouts = [await converted[index] for index in sorted(converted)]  # of all, unless it was cancelled
-        stats = load_metrics(members, before, balance.num_at_home / max(1, len(dispatch.legs)))
+        stats = load_metrics(members, before)
         return Share(rollouts, seconds, stats | self._servers_now(), dispatch.num_requeued, counts)
 
     def _responses(
@@ -228,10 +226,9 @@ class ServerGenerator:
             precision=precision or PrecisionConfig(),
         )
         architecture = read_architecture(model_path)
-        model = ModelLimits(architecture.vocab_size, RouteShape.of(architecture) if record_routes else None)
         stop_token_ids = resolve_stop_token_ids(config.stop_token_ids, model_path)
         check_weights(HFFolder(model_path), architecture)
-        self._servers = RunServers(config, agreed, run_dir, say, stop, model)
+        self._servers = RunServers(config, agreed, run_dir, say, stop)
         self._main = self._servers.main
         self._updates = WeightUpdates(config, model_shapes(architecture), self._servers, run_dir, say)
         self._sampler: Sampler | None = None

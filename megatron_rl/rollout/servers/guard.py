@@ -1,18 +1,14 @@
 """The guard of every route of a server, and the responses under way behind it.
 
 vLLM's own `--api-key` leaves the routes that change weights, pause the engine or call into its workers open to anyone
-who reaches the port. Here every route is closed, except the one that tells the server's instance. The trainer shows a
-key that is made for this server, a person may show the token itself (`rendezvous`). Both are compared in constant time
-and never logged. Every answer to a request with a nonce proves that the server knows the token.
+who reaches the port. Here every route wants the token, which is compared in constant time and never logged, and of
+vLLM's routes only health and metrics are offered.
 
 Responses are sampled only while the server is *open* for one policy version, and only for requests that name this
 version. New weights come by one request. It closes the server, has them loaded (`server.replace_weights`), and opens it
 for their version. If an update overtakes a response, the response is thrown away and answered with 409, so that no
 rollout mixes two policies. Where the update's `InFlightMode` says that responses under way are cut or go on, the answer
 says which policy sampled which token.
-
-Of vLLM's routes only those pass that the trainer uses. The others sample without a policy version, or hand the engine
-token ids that nobody checked: one id of -1 ends it.
 
 `UnderWay` counts tokens at a weight update. vLLM's engine runs in a process of its own, ahead of what this one has
 seen: finished steps are on their way here, and with asynchronous scheduling a further step runs whose tokens nobody
@@ -29,21 +25,18 @@ The old weights sampled the tokens of a response that are known then; the new on
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import itertools
 import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.rollout import InFlightMode
 from megatron_rl.rollout.generator import RolloutError
-from megatron_rl.rollout.servers.rendezvous import INTRODUCTION, MAX_NONCE, NONCE_HEADER, PROOF_HEADER, key_for, proof
-from megatron_rl.rollout.servers.weight_broadcast import GroupError, GroupPlace
+from megatron_rl.rollout.servers.weight_broadcast import GroupError
 from megatron_rl.rollout.servers.wire import LOAD_HEADER, MEDIA_TYPE, Answer, Meter, pack
 
 ALL = np.iinfo(np.int32).max
@@ -169,16 +162,10 @@ def _by_token(runs: list[tuple[int, int]], num_tokens: int) -> np.ndarray:
 
 
 VERSION_HEADER = b"x-policy-version"
-NONCE, PROOF = NONCE_HEADER.lower().encode(), PROOF_HEADER.lower().encode()
 SETTINGS, WEIGHTS, GENERATE = "/megatron_rl/settings", "/megatron_rl/weights", "/megatron_rl/generate"
-HARMLESS = frozenset({"/health", "/weight_info", "/is_paused", "/metrics", "/version"})  # of vLLM; they change nothing
-CHANGING = frozenset({"/collective_rpc"})  # of vLLM; closes the server, because it may change weights
-REFUSED, UNAUTHORIZED, NOT_OFFERED, CONFLICT, TOO_LARGE, FAILED, INTERRUPTED = 400, 401, 404, 409, 413, 500, 503
-MODES = get_args(InFlightMode)
+OF_VLLM = frozenset({"/health", "/metrics"})  # they change nothing
+REFUSED, UNAUTHORIZED, NOT_OFFERED, CONFLICT, FAILED, INTERRUPTED = 400, 401, 404, 409, 500, 503
 NOT_ACCEPTED = 1008  # close code of a WebSocket
-
-BODY_BYTES = 2**20  # of sampling parameters and names of weight files, with room to spare
-BODY_BYTES_PER_TOKEN = 16  # an id of up to seven digits, comma and space, twice over
 
 _log = logging.getLogger(__name__)
 
@@ -192,19 +179,14 @@ class GuardState:
     """What the guard of this process enforces; `server` fills it in before the routes exist."""
 
     token: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)  # its ``instance`` is this start of the server
+    settings: dict[str, Any] = field(default_factory=dict)
     replace: Callable[[dict[str, Any], int, bool], Awaitable[dict[str, int]]] | None = None  # `server.replace_weights`
     sample: Callable[[dict[str, Any], Callable[[], bool]], Coroutine[Any, Any, Answer]] | None = None  # `server.sample`
     replacing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    max_body_bytes: int = BODY_BYTES
     version: int | None = None  # open for this policy version; None: closed
     openings: int = 0  # counts up at every change, so that a version that came back is told from one that stayed
     meter: Meter = field(default_factory=Meter)  # of responses
     oldest: int = 0  # responses that came at an earlier opening are thrown away
-
-    @property
-    def instance(self) -> str:
-        return self.settings.get("instance", "")
 
 
 STATE = GuardState()  # global, because vLLM makes the middleware by its class's name and passes no argument
@@ -222,29 +204,16 @@ class Guard:
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": NOT_ACCEPTED})
         headers, state = dict(scope["headers"]), self._state
-        nonce = headers.get(NONCE, b"").decode("latin-1")[:MAX_NONCE]
-        if nonce and state.token:
-            if scope["path"] == INTRODUCTION:
-                shown = {"proof": proof(state.token, state.instance, nonce)}
-                if scope.get("server"):
-                    shown["here"] = proof(state.token, state.instance, nonce, *scope["server"][:2])
-                return await _answer(send, 200, {"instance": state.instance, **shown})
-            send = _with_proof(send, proof(state.token, state.instance, nonce))
-        if not state.token or not _matches(headers.get(b"authorization", b""), state.token, state.instance):
+        if not state.token or not _matches(headers.get(b"authorization", b""), state.token):
             return await _answer(send, UNAUTHORIZED, {"error": "a valid token is required"})
-        path, receive = scope["path"], _limited(receive, self._state.max_body_bytes)
-        try:
-            if path == SETTINGS:
-                return await _answer(send, 200, {**self._state.settings, **_now(self._state)})
-            if path == WEIGHTS:
-                return await self._replace(receive, send)
-            if path == GENERATE:
-                return await self._generate(headers.get(VERSION_HEADER, b""), receive, send)
-        except _TooLarge as error:
-            return await _answer(send, TOO_LARGE, {"error": str(error)})
-        if path in CHANGING:
-            self._change(None)
-        elif path not in HARMLESS:
+        path = scope["path"]
+        if path == SETTINGS:
+            return await _answer(send, 200, {**state.settings, **_now(state)})
+        if path == WEIGHTS:
+            return await self._replace(receive, send)
+        if path == GENERATE:
+            return await self._generate(headers.get(VERSION_HEADER, b""), receive, send)
+        if path not in OF_VLLM:
             return await _answer(send, NOT_OFFERED, {"error": f"{path} is not offered; responses come from {GENERATE}"})
         return await self._app(scope, receive, send)
 
@@ -255,20 +224,21 @@ class Guard:
             self._state.oldest = self._state.openings
 
     async def _replace(self, receive: Receive, send: Send) -> None:
-        """Body: ``version``, ``files`` or ``broadcast`` (see `ServerUpdate`), and ``mode``: what becomes of
-        responses under way.
+        """Body: ``version``, ``files`` or ``broadcast`` (`ServerUpdate`), and ``mode``: what becomes of responses under
+        way.
 
-        Answers ``version``, ``tensors`` and ``bytes`` when the server is open for the version; `INTERRUPTED` where a
+        Answers ``version``, ``tensors`` and ``bytes`` when the server is open for it; `INTERRUPTED` where a
         broadcast broke off: the server is closed then, and can take part in the next one.
         """
         state = self._state
         try:
-            update, version, mode = _update(await _body(receive))
+            body = await _body(receive)
+            version, mode, how = body["version"], body["mode"], "broadcast" if "broadcast" in body else "files"
+            update = {how: body[how]}
         except (ValueError, TypeError, KeyError) as error:
             return await _answer(send, REFUSED, {"error": f"{type(error).__name__}: {error}"})
         async with state.replacing:  # waits for an update that a caller gave up waiting for
             self._change(None, spares=mode != "finish")
-            openings = state.openings
             try:
                 amount = await state.replace(update, version, mode == "keep")
             except GroupError as error:
@@ -276,21 +246,17 @@ class Guard:
             except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is waiting to hear of it
                 _log.exception("weight update to version %s failed", version)
                 return await _answer(send, FAILED, {"error": f"{type(error).__name__}: {error}"})
-            if state.openings != openings:
-                return await _answer(send, CONFLICT, {"error": "another call changed this server meanwhile"})
             self._change(version, spares=mode != "finish")
         return await _answer(send, 200, {"version": version, **amount})
 
     async def _generate(self, wanted: bytes, receive: Receive, send: Send) -> None:
         state, openings = self._state, self._state.openings
-        if not wanted.isdigit() or state.version is None or wanted != str(state.version).encode():
+        if state.version is None or wanted != str(state.version).encode():
             return await _answer(send, CONFLICT, _stale(wanted, state.version))
         try:
             body = await _body(receive)
             work = _metered(state.meter, state.sample(body, lambda: state.openings == openings))
             answer = await _unless_left(receive, work)
-        except _TooLarge:
-            raise
         except Overtaken:
             return await _answer(send, CONFLICT, _stale(wanted, state.version))
         except (ValueError, TypeError, KeyError) as error:  # vLLM's own refusals are ValueErrors
@@ -304,25 +270,6 @@ class Guard:
         return await _send_answer(send, answer, state.meter.header())
 
 
-class _TooLarge(Exception):
-    pass
-
-
-def _limited(receive: Receive, limit: int) -> Receive:
-    """Return ``receive`` that raises `_TooLarge` once a request's body has more than ``limit`` bytes."""
-    size = 0
-
-    async def counted() -> dict[str, Any]:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > limit:
-            raise _TooLarge(f"the body has more than {limit} bytes")
-        return message
-
-    return counted
-
-
 async def _body(receive: Receive) -> Any:
     pieces = []
     while True:
@@ -330,25 +277,7 @@ async def _body(receive: Receive) -> Any:
         pieces.append(message.get("body", b""))
         if not message.get("more_body"):
             break
-    try:
-        return json.loads(b"".join(pieces))
-    except RecursionError as error:
-        raise ValueError("the body is nested too deep") from error
-
-
-def _update(body: Any) -> tuple[dict[str, Any], int, str]:
-    """Update, version and mode of new weights. `TypeError`, `KeyError` or `ValueError` where ``body`` is none."""
-    version, mode = body["version"], body.get("mode", "finish")
-    if mode not in MODES:
-        raise ValueError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
-    if type(version) is not int or version < 0:
-        raise ValueError(f"version {version!r}: expected a number of updates")
-    if "broadcast" in body:
-        return {"broadcast": asdict(GroupPlace(**body["broadcast"]))}, version, mode
-    files = body["files"]
-    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
-        raise ValueError("files: expected a list of paths")
-    return {"files": files}, version, mode
+    return json.loads(b"".join(pieces))
 
 
 async def _metered(meter: Meter, work: Coroutine[Any, Any, Answer]) -> Answer:
@@ -382,23 +311,9 @@ def _stale(wanted: bytes, version: int | None) -> dict[str, Any]:
     return {"error": f"policy version {name} was asked for, this server holds {version}"}
 
 
-def _matches(authorization: bytes, token: str, instance: str) -> bool:
+def _matches(authorization: bytes, token: str) -> bool:
     scheme, _, given = authorization.partition(b" ")
-    digest = hashlib.sha256(given.strip()).digest()
-    fits = [
-        hmac.compare_digest(digest, hashlib.sha256(secret.encode()).digest())
-        for secret in (token, key_for(token, instance))
-    ]
-    return scheme.lower() == b"bearer" and any(fits)
-
-
-def _with_proof(send: Send, shown: str) -> Send:
-    async def proving(message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), (PROOF, shown.encode())]}
-        await send(message)
-
-    return proving
+    return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode())
 
 
 async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:

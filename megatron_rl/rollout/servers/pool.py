@@ -3,7 +3,7 @@
 A server is used only between a weight update that reached it completely and the next one. A server that comes late, or
 comes back, gets the newest weights first. `dispatch` hands requests to the servers that are ready.
 
-What answers at an address need not be a server of this run. It is set aside then and looked at again. Nothing that it
+What answers at an address need not be a server of this run. It is not used then, and looked at again. Nothing that it
 says ends the keeper: the run may have other servers.
 
 `Members` is what every rank that uses servers knows of them. `ServerPool` is rank 0's, which keeps track of the
@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from typing import Any
 from megatron_rl.errors import InputError
 from megatron_rl.process.host import write_whole
 from megatron_rl.rollout.generator import RolloutError, RolloutInterrupted
-from megatron_rl.rollout.servers.client import ServerClient, ServerError, Stranger, Weights
+from megatron_rl.rollout.servers.client import ServerClient, ServerError, Weights
 from megatron_rl.rollout.servers.rendezvous import Address, ServerSettings, folder, printable
 from megatron_rl.rollout.servers.wire import Load
 
@@ -95,12 +94,8 @@ class Members:
         """A request to ``member`` failed. Find out whether the server did, and stop using it then."""
         raise NotImplementedError
 
-    def mark_stale(self, member: Member) -> None:
-        """Stop using a server that does not hold the newest weights. It gets them at the next look."""
-        raise NotImplementedError
-
-    def mark_updated(self, member: Member, version: int) -> None:
-        """The server has had an update since it was asked for ``version``, and is not asked before that is known."""
+    def mark_stale(self, member: Member, version: int) -> None:
+        """The server does not hold ``version`` any more: it is not asked before it has had the newest weights."""
         raise NotImplementedError
 
     def share_ended(self, number: int) -> None:
@@ -162,6 +157,10 @@ class Members:
             await member.client.close()
 
 
+class Unfit(ServerError):
+    """A server of this run that differs from the recipe."""
+
+
 MISSED_LOOKS = 3  # looks at a server's health without an answer before it counts as lost
 
 
@@ -185,8 +184,8 @@ class ServerPool(Members):
         super().__init__(limits, stop)
         self._discover, self._connect, self._problems, self._say = discover, connect, problems, say
         self.weights = Weights(0)  # what every server must hold before it is used
-        self.refused: dict[str, str] = {}  # why a server that was found does not fit, by name
-        self.aside: dict[str, str] = {}  # what is wrong with an address at which no server of this run answers, by name
+        self.refused: dict[str, str] = {}  # why what was found is not used, by name
+        self._unfit: set[str] = set()  # of these, servers that differ from the recipe
         self._joining: dict[str, asyncio.Task] = {}
         self._updating: set[asyncio.Task] = set()
         self._num_joined = 0
@@ -205,17 +204,18 @@ class ServerPool(Members):
         self.keeper = asyncio.create_task(self._keep())
         await self.wait_for(lambda: len(self.ready) >= count or self._none_fits(), f"{count} servers")
         if len(self.ready) < count and self._none_fits():
-            raise InputError("; ".join(f"server {name}: {why}" for name, why in self.refused.items()))
+            raise InputError(
+                "; ".join(f"server {name}: {self.refused[name]}" for name in sorted(self._unfit & self.refused.keys()))
+            )
 
     def _none_fits(self) -> bool:
         is_joining = any(not task.done() for task in self._joining.values())
-        return bool(self.refused) and not self.members and not is_joining
+        return bool(self._unfit & self.refused.keys()) and not self.members and not is_joining
 
     def reasons(self) -> list[str]:
-        unused = {**self.aside, **self.refused}
         return [
             *super().reasons(),
-            *(f"{name} is not used ({why})" for name, why in unused.items() if name not in self.members),
+            *(f"{name} is not used ({why})" for name, why in self.refused.items() if name not in self.members),
         ]
 
     async def _keep(self) -> None:
@@ -243,7 +243,7 @@ class ServerPool(Members):
             self._say(f"looking for servers failed, and is tried again: {printable(str(error), 200)}")
             return []
         names = {address.name for address in addresses}
-        self.aside = {name: why for name, why in self.aside.items() if name in names}
+        self.refused = {name: why for name, why in self.refused.items() if name in names}
         return addresses
 
     async def _let_in(self, address: Address) -> None:
@@ -253,49 +253,32 @@ class ServerPool(Members):
             settings = ServerSettings.of(await member.client.settings())
             if settings.replacing:
                 raise ServerError("an earlier weight update there has not ended")
-            if address.name in self.members:
-                await self._check_engine(member)
             if problems := self._problems(settings):
-                await member.client.close()
-                return self._refuse(address, "; ".join(problems))
+                raise Unfit("; ".join(problems))
             member.workers, member.backend = settings.workers, settings.backend
             await self._update(member)
         except Exception as error:  # noqa: BLE001 - whatever answers there, other servers go on
             await member.client.close()
-            return self._set_aside(address, error)
+            return self._refuse(address, error)
         except BaseException:
             await member.client.close()
             raise
         self.refused.pop(address.name, None)
-        self.aside.pop(address.name, None)
+        self._unfit.discard(address.name)
         self._num_joined += 1
         member.number, self.members[address.name] = self._num_joined, member
         how = "and waits for" if member.version is None else "with"
         self._say(f"server {address.name} ({address.url}) joined {how} policy version {self.weights.version}")
         self.note()
 
-    @staticmethod
-    async def _check_engine(member: Member) -> None:
-        """Raises where a server that was lost says that its engine has stopped: it still answers, for a moment."""
-        try:
-            await member.client.check_health()
-        except ServerError as error:
-            if error.is_final:
-                raise
-
-    def _refuse(self, address: Address, why: str) -> None:
-        self.aside.pop(address.name, None)
+    def _refuse(self, address: Address, error: Exception) -> None:
+        """The log says so once."""
+        why = _reason(error)
+        (self._unfit.add if isinstance(error, Unfit) else self._unfit.discard)(address.name)
         if self.refused.get(address.name) != why:
             self.refused[address.name] = why
             self._say(f"server {address.name} ({address.url}) is not used: {why}")
             self.note()
-
-    def _set_aside(self, address: Address, error: Exception) -> None:
-        """The log says so once, unless nobody answers, as while a server is starting."""
-        why = _reason(error)
-        is_new, self.aside[address.name] = self.aside.get(address.name) != why, why
-        if is_new and (isinstance(error, Stranger) or not isinstance(error, ServerError)):
-            self._say(f"server {address.name} ({address.url}) is set aside: {why}")
 
     async def _look_after(self, member: Member) -> None:
         try:
@@ -326,12 +309,9 @@ class ServerPool(Members):
                 pass
         await self.give_up(member, str(error))
 
-    def mark_stale(self, member: Member) -> None:
-        member.version = None
-
-    def mark_updated(self, member: Member, version: int) -> None:
-        if member.version == version:  # not by this pool: a push that was given up has arrived after all
-            self.mark_stale(member)
+    def mark_stale(self, member: Member, version: int) -> None:
+        if member.version == version:  # else it has been brought up to date meanwhile
+            member.version = None
 
     # ---------------------------------------------------------------- weights
 
@@ -400,28 +380,20 @@ def row(name: str, url: str, version: int | None, state: str, load: Load, lost: 
     }
 
 
-def table(
-    members: Members, refused: dict[str, str], ended: bool = False, aside: dict[str, str] | None = None
-) -> dict[str, Any]:
+def table(pool: ServerPool, ended: bool = False) -> dict[str, Any]:
     """Return the table of servers: address, version, load, and why one is not used.
 
-    ``refused``, ``aside``: why what was found is not used, by name: a server that does not fit the recipe, and what
-    does not answer as a server of the run. ``ended``: the run needs them no more."""
-    aside = aside or {}
+    ``ended``: the run needs them no more."""
     rows = []
-    for member in members.members.values():
-        state = (
-            "lost" if member.lost else "ended" if ended else "ready" if member.version == members.due else "updating"
-        )
+    for member in pool.members.values():
+        state = "lost" if member.lost else "ended" if ended else "ready" if member.version == pool.due else "updating"
         address = member.address
-        now = aside.get(address.name)
+        now = pool.refused.get(address.name)
         lost = f"{member.lost}; now {now}" if member.lost and now else member.lost
         rows.append(row(address.name, address.url, member.version, state, _load(member), lost))
-    for state, reasons in (("refused", refused), ("aside", aside)):
-        rows += [
-            row(name, "", None, state, Load(), why) for name, why in reasons.items() if name not in members.members
-        ]
-    return {"written": time.time(), "due": members.due, "servers": rows}
+    others = {name: why for name, why in pool.refused.items() if name not in pool.members}
+    rows += [row(name, "", None, "refused", Load(), why) for name, why in others.items()]
+    return {"written": time.time(), "due": pool.due, "servers": rows}
 
 
 def write_table(run_dir: Path, content: dict[str, Any]) -> None:
@@ -432,31 +404,11 @@ def write_table(run_dir: Path, content: dict[str, Any]) -> None:
 
 
 def read_table(run_dir: Path) -> dict[str, Any] | None:
-    """None where the run has not written one, or what is there is not one."""
+    """None where the run has not written one."""
     try:
-        table = json.loads(table_path(run_dir).read_text())
-        kinds = {name: type(value) for name, value in row("", "", 0, "", Load(), "").items()}
-        is_table = {"written", "due", "servers"} <= table.keys() and _is_whole(table["due"])
-        return table if is_table and all(_is_row(one, kinds) for one in table["servers"]) else None
-    except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError):
+        return json.loads(table_path(run_dir).read_text())
+    except (OSError, ValueError):
         return None
-
-
-def _is_row(row: dict[str, Any], kinds: dict[str, type]) -> bool:
-    return (
-        row.keys() == kinds.keys()
-        and all(isinstance(row[name], str) for name, kind in kinds.items() if kind is str)
-        and all(_is_whole(row[name]) for name, kind in kinds.items() if kind is int)
-        and all(_is_finite(row[name]) for name, kind in kinds.items() if kind is float)
-    )
-
-
-def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _is_whole(value: Any) -> bool:
-    return value is None or type(value) is int
 
 
 def prompt_tokens(members: Iterable[Member]) -> tuple[int, int]:
@@ -465,11 +417,8 @@ def prompt_tokens(members: Iterable[Member]) -> tuple[int, int]:
     return sum(load.prompt_tokens for load in loads), sum(load.cached_tokens for load in loads)
 
 
-def load_metrics(members: Members, before: tuple[int, int], at_home: float) -> dict[str, float]:
-    """`rollout/servers/*` of a batch, from what servers said last. ``before``: `prompt_tokens` at its beginning.
-
-    ``at_home``: share of its requests that went to the server which had computed their prompt.
-    """
+def load_metrics(members: Members, before: tuple[int, int]) -> dict[str, float]:
+    """`rollout/servers/*` of a batch, from what servers said last. ``before``: `prompt_tokens` at its beginning."""
     loads = [_load(member) for member in members.ready] or [Load()]
     prompted, cached = (now - then for now, then in zip(prompt_tokens(members.members.values()), before))
     return {
@@ -478,7 +427,6 @@ def load_metrics(members: Members, before: tuple[int, int], at_home: float) -> d
         "rollout/servers/kv_usage": max(load.kv_usage for load in loads),
         "rollout/servers/tokens_per_s": sum(load.tokens_per_s for load in loads),
         "rollout/servers/prefix_hits": cached / prompted if prompted > 0 else 0.0,
-        "rollout/servers/at_home": at_home,
         "rollout/servers/lost": float(sum(bool(member.lost) for member in members.members.values())),
     }
 

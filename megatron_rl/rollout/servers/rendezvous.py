@@ -1,15 +1,7 @@
 """How servers and the trainer find each other: one file per server in the run directory, and a token that is not in it.
 
 The file is written when the server can answer and names its address, so that neither side needs a list of nodes or
-fixed ports. The token comes from the environment or a private file, and goes nowhere else, not even over the network:
-
-* Every start of a server has an *instance*, a random text that its address names. The first request asks for it, with a
-  random *nonce* and without a key. The answer bears `proof` for the token, the instance and this nonce: what does not
-  know the token cannot make it, and an earlier answer's does not fit. Where the instance is not known before
-  (`rollout.servers.addresses`), the proof is also for the socket that the server was asked at: one that is passed on
-  from another server does not fit.
-* Later requests bear `key_for` the token and the instance, and a nonce each; every answer bears its proof. A key opens
-  this start of this server alone.
+fixed ports. The token comes from the environment. Every request bears it, and a server compares it in constant time.
 
 `ServerSettings` is what a server and its trainer have to agree on before the first response.
 """
@@ -17,12 +9,8 @@ fixed ports. The token comes from the environment or a private file, and goes no
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import os
-import re
-import stat
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -36,36 +24,16 @@ from megatron_rl.process.host import write_whole
 from megatron_rl.rollout.servers.wire import Load
 
 MIN_TOKEN_LENGTH = 16  # characters; what a person makes up in passing is shorter
-INTRODUCTION = "/megatron_rl/introduction"  # the first request, which needs no key
-NONCE_HEADER, PROOF_HEADER = "X-Request-Nonce", "X-Server-Proof"
-MAX_NONCE = 64  # characters
-MAX_ADDRESS_BYTES = 1 << 16  # of a published file
-_URL = re.compile(r"https?://[^\s/@?#]+/?")
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is. ``instance`` tells a server that was started again from the one before; "" is not known."""
+    """Where a server is. ``pid``, ``host``: of its process; for a server that the recipe lists they are not known."""
 
     name: str
     url: str
-    instance: str = ""
     pid: int = 0
     host: str = ""
-
-
-def key_for(token: str, instance: str) -> str:
-    """What the trainer shows to one server, in place of ``token``. Hexadecimal."""
-    return _mac(token, "trainer", instance)
-
-
-def proof(token: str, instance: str, nonce: str, *socket: Any) -> str:
-    """What the server ``instance`` shows to who sent ``nonce``, to its ``socket`` (IP address, port). Hexadecimal."""
-    return _mac(token, "server", instance, nonce, *map(str, socket))
-
-
-def _mac(token: str, *parts: str) -> str:
-    return hmac.new(token.encode(), json.dumps(["megatron_rl", *parts]).encode(), hashlib.sha256).hexdigest()
 
 
 def printable(text: str, limit: int) -> str:
@@ -74,36 +42,21 @@ def printable(text: str, limit: int) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in short)
 
 
-def read_token(config: ServersConfig, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The shared secret; None where the recipe names no file and the environment has none.
-
-    Raises `InputError` for a file that others may read, or a token too short to be one.
-    """
-    source, token = TOKEN_VARIABLE, environment.get(TOKEN_VARIABLE, "")
-    if config.token_file is not None:
-        source = f"rollout.servers.token_file: {config.token_file}"
-        try:
-            mode = config.token_file.stat().st_mode
-            token = config.token_file.read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise InputError(f"{source}: cannot be read ({why}); write a secret there, mode 600") from error
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise InputError(f"{source}: others than its owner may read it (mode {mode & 0o777:o}); chmod 600 it")
-    if not token:
-        return None
-    if len(token) < MIN_TOKEN_LENGTH:
-        raise InputError(f"{source}: holds {len(token)} characters; at least {MIN_TOKEN_LENGTH} are wanted")
-    return token
+def read_token() -> str | None:
+    """The shared secret; None where the environment has none. Raises `InputError` where it is too short to be one."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if 0 < len(token) < MIN_TOKEN_LENGTH:
+        raise InputError(f"{TOKEN_VARIABLE}: holds {len(token)} characters; at least {MIN_TOKEN_LENGTH} are wanted")
+    return token or None
 
 
-def require_token(config: ServersConfig) -> str:
+def require_token() -> str:
     """As `read_token`, but a missing one is an `InputError`."""
-    token = read_token(config)
+    token = read_token()
     if token is None:
         raise InputError(
-            f"no token: set the environment variable {TOKEN_VARIABLE} (the same for trainer and servers, for example "
-            "from `openssl rand -hex 32`), or name a file of mode 600 in rollout.servers.token_file"
+            f"no token: set the environment variable {TOKEN_VARIABLE}, the same for trainer and servers, for example "
+            "from `openssl rand -hex 32`"
         )
     return token
 
@@ -130,21 +83,10 @@ def withdraw(path: Path, address: Address) -> None:
 def read(path: Path) -> Address | None:
     """The address in a file; None where the file went or is not an address of the server that the file is named for."""
     try:
-        if not path.is_file():  # a pipe, which would wait for a writer
-            return None
-        with path.open("rb") as file:
-            text = file.read(MAX_ADDRESS_BYTES + 1)
-        address = Address(**json.loads(text.decode())) if len(text) <= MAX_ADDRESS_BYTES else None
-    except (OSError, ValueError, TypeError, RecursionError):
+        address = Address(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
         return None
-    return address if address is not None and address.name == path.stem and _is_address(address) else None
-
-
-def _is_address(address: Address) -> bool:
-    texts = (address.name, address.url, address.instance, address.host)
-    return (
-        all(isinstance(text, str) for text in texts) and type(address.pid) is int and bool(_URL.fullmatch(address.url))
-    )
+    return address if address.name == path.stem else None
 
 
 def discover(config: ServersConfig, run_dir: Path) -> list[Address]:
@@ -232,10 +174,6 @@ def _digest_of_files(files: list[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-MOST_WORKERS = 4096  # processes of one server
-BACKENDS = ("gloo", "nccl")
-
-
 @dataclass(frozen=True)
 class ServerSettings:
     """What a server says of itself."""
@@ -250,24 +188,12 @@ class ServerSettings:
     load: Load = field(default_factory=Load)
 
     @classmethod
-    def of(cls, content: dict[str, Any]) -> ServerSettings:
-        """Read the settings from the JSON object that the server sent. Raises `ValueError` that names the first value
-        which cannot be true."""
+    def of(cls, content: Any) -> ServerSettings:
+        """Read the settings that a server sent. Raises `ValueError` where these are no settings."""
+        if not isinstance(content, dict):
+            raise ValueError(f"no settings of a server: {printable(str(content), 60)}")
         given = {name: content[name] for name in cls.__dataclass_fields__ if name in content}
-        fits = {
-            "name": lambda value: isinstance(value, str),
-            "agreed": lambda value: isinstance(value, dict),
-            "precision": lambda value: isinstance(value, dict) and all(isinstance(v, str) for v in value.values()),
-            "backend": lambda value: value in BACKENDS,
-            "workers": lambda value: type(value) is int and 0 < value <= MOST_WORKERS,
-            "version": lambda value: value is None or (type(value) is int and 0 <= value < 2**31),
-            "replacing": lambda value: type(value) is bool,
-            "load": lambda value: isinstance(value, dict),
-        }
-        for name, value in given.items():
-            if not fits[name](value):
-                raise ValueError(f"{name}: {printable(repr(value), 60)} cannot be true")
-        return cls(**given | ({"load": Load.of(given["load"])} if "load" in given else {}))
+        return cls(**given | {"load": Load.of(given.get("load"))})
 
 
 def differences(here: dict[str, Any], there: dict[str, Any], who: str = "the recipe says") -> list[str]:

@@ -38,7 +38,6 @@ from megatron_rl.rollout.servers.rendezvous import (
     read_token,
     require_token,
 )
-from megatron_rl.rollout.servers.wire import ModelLimits
 
 END_S = 20.0  # for a server to leave after SIGTERM, before it is killed
 LAST_LINES = 15
@@ -218,9 +217,8 @@ class Started:
 class RunServers:
     """The same object on every rank. On rank 0 `start`, then on all others `follow`, then on rank 0 `publish`.
 
-    ``agreed``: the settings that every server must share (`agreed_settings`). ``model``: what bounds the
-    numbers in responses. ``main``: runs the event loop on
-    ranks that ask. See `generator.ServerGenerator` for ``run_dir``, ``say`` and ``stop``.
+    ``agreed``: the settings that every server must share (`agreed_settings`). ``main``: runs the event loop on ranks
+    that ask. See `generator.ServerGenerator` for ``run_dir``, ``say`` and ``stop``.
     """
 
     def __init__(
@@ -230,12 +228,9 @@ class RunServers:
         run_dir: Path,
         say: Callable[[str], None],
         stop: Callable[[], bool],
-        model: ModelLimits | None = None,
     ) -> None:
         self._config, self._agreed, self._run_dir, self._say, self._stop = config, agreed, run_dir, say, stop
-        self._model = model
-        self.concurrency = config.servers.concurrency or config.max_num_seqs  # requests in flight to one server
-        self.fetchers = fetching_ranks(bool(config.servers.launch), at_most=self.concurrency)
+        self.fetchers = fetching_ranks(bool(config.servers.launch), at_most=config.max_num_seqs)
         self.main = MainRank(works=world_rank() in self.fetchers)
         self.pool: ServerPool | None = None  # rank 0's
         self.members: Members | None = None  # of ranks that fetch: the servers as they know them
@@ -246,9 +241,8 @@ class RunServers:
         self._relaunches = False  # at the start, a server that ends is an error
 
     def token(self) -> str:
-        """On rank 0: that of the environment or file, or a new one for servers of our own."""
-        servers = self._config.servers
-        return (read_token(servers) or secrets.token_hex(32)) if servers.launch else require_token(servers)
+        """On rank 0: that of the environment, or a new one for servers of our own."""
+        return (read_token() or secrets.token_hex(32)) if self._config.servers.launch else require_token()
 
     def start(self, token: str, recipe_file: Path | None) -> Started:
         """On rank 0: launch servers where the recipe says so, find them, and learn what they compute."""
@@ -322,10 +316,7 @@ class RunServers:
         self._has_started, self._relaunches = True, self._local is not None
 
     def _client(self, token: str, address: Address) -> ServerClient:
-        config = self._config
-        return ServerClient(
-            address, token, config.servers.request_deadline_s, config.in_flight.mode, self._model, wants_proof=True
-        )
+        return ServerClient(address, token, self._config.servers.request_deadline_s, self._config.in_flight.mode)
 
     def _discover(self) -> list[Address]:
         """The servers there are; those of our own that have ended are started again first.
@@ -356,7 +347,7 @@ class RunServers:
         """On rank 0, for `megatron-rl run servers`. A full disk costs the table, not the run."""
         if self.pool is not None:
             with contextlib.suppress(OSError):
-                write_table(self._run_dir, table(self.pool, self.pool.refused, ended, self.pool.aside))
+                write_table(self._run_dir, table(self.pool, ended))
 
     async def _end(self) -> None:
         self._tell_of_servers(ended=True)

@@ -22,7 +22,6 @@ import os
 import re
 import signal
 import socket
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -57,8 +56,6 @@ from megatron_rl.rollout.servers.weight_broadcast import GroupError
 from megatron_rl.rollout.servers.wire import SERVER_IDLE_S, Answer, Meter
 from megatron_rl.rollout.weights import check_own_refit
 
-MAX_STOP_TOKENS = 1024
-
 
 async def sample(
     engine: Any,
@@ -74,15 +71,9 @@ async def sample(
     which on (default 0). ``architecture``: of an engine that records routes. Raises `ValueError`, `TypeError` or
     `KeyError` for what cannot be sampled, `Overtaken`, and what vLLM raises where the engine fails.
     """
-    model = engine.model_config
-    prompt = _checked_ids("token_ids", body["token_ids"], model.get_vocab_size(), model.max_model_len - 1)
-    if not prompt:
-        raise ValueError("token_ids: the prompt is empty")
-    fields = body["sampling_params"]
-    _checked_ids("stop_token_ids", fields.get("stop_token_ids", []), model.get_vocab_size(), MAX_STOP_TOKENS)
-    params = sampling_params(fields)
+    prompt, first_route = body["token_ids"], body.get("first_route", 0)
+    params = sampling_params(body["sampling_params"])
     sequence_id = str(body["id"]) if architecture is not None and body.get("wants_routes") else None
-    first_route = _checked_row(body.get("first_route", 0), len(prompt))
     if sequence_id is not None:
         params.routed_experts_prompt_start = first_route
     completion, versions = await under_way.sample(prompt, params, is_open)
@@ -104,29 +95,6 @@ async def sample(
         routes=None if sealed is None else sealed.routes,
         route_checksums=None if sealed is None else sealed.checksums,
     )
-
-
-def _checked_ids(name: str, ids: Any, vocab_size: int, limit: int) -> list[int]:
-    """Return ``ids`` if they are a list of at most ``limit`` token ids below ``vocab_size``; else raise `ValueError`.
-
-    vLLM without a tokenizer checks none of it, and an id that is not in the vocabulary ends the engine.
-    """
-    if not isinstance(ids, list) or len(ids) > limit:
-        given = f"{len(ids)} of them" if isinstance(ids, list) else type(ids).__name__
-        raise ValueError(f"{name}: expected a list of at most {limit} token ids, found {given}")
-    array = np.asarray(ids) if ids else np.empty(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind != "i":
-        raise ValueError(f"{name}: expected whole numbers, found {array.dtype.name} of {array.ndim} dimensions")
-    if ids and not 0 <= array.min() <= array.max() < vocab_size:
-        outside = array.min() if array.min() < 0 else array.max()
-        raise ValueError(f"{name}: {outside} is outside the vocabulary (0 … {vocab_size - 1})")
-    return ids
-
-
-def _checked_row(row: Any, prompt_length: int) -> int:
-    if type(row) is not int or not 0 <= row < prompt_length:
-        raise ValueError(f"first_route: expected a position in the prompt of {prompt_length} tokens")
-    return row
 
 
 async def load(engine: Any, update: dict[str, Any]) -> dict[str, int]:
@@ -167,10 +135,7 @@ async def replace_weights(
 
 PR_SET_PDEATHSIG = 1
 # Set before vLLM is imported, whatever the user has set. One process: else vLLM puts a third one under the engine's.
-REQUIRED = process_state.REQUIRED | {
-    "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights
-    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_IDLE_S),
-}
+REQUIRED = process_state.REQUIRED | {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_IDLE_S)}
 
 
 @dataclass(frozen=True)
@@ -216,7 +181,7 @@ async def _serve(spec: ServerSpec, listener: socket.socket, say: Callable[[str],
 
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    address = Address(spec.name, url, uuid.uuid4().hex, os.getpid(), socket.gethostname())
+    address = Address(spec.name, url, os.getpid(), socket.gethostname())
     arguments = _arguments(spec, host, port)
     engine_config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
     if spec.device == "cpu":
@@ -236,7 +201,6 @@ async def _serve(spec: ServerSpec, listener: socket.socket, say: Callable[[str],
         guard.STATE.replace = partial(replace_weights, engine, under_way)
         guard.STATE.meter = Meter(engine, under_way)
         guard.STATE.sample = partial(sample, engine, under_way, architecture)
-        guard.STATE.max_body_bytes += guard.BODY_BYTES_PER_TOKEN * engine.model_config.max_model_len
         guard.STATE.token = spec.token
         published = publish(spec.run_dir, address)
         say(f"server {spec.name} at {url}, process {os.getpid()}")
@@ -305,7 +269,6 @@ async def _settings(engine: Any, spec: ServerSpec, address: Address) -> dict[str
     )
     return {
         "name": address.name,
-        "instance": address.instance,
         "agreed": agreed,
         "precision": precision,
         "backend": "gloo" if spec.device == "cpu" else "nccl",  # of a broadcast of weights
@@ -358,7 +321,7 @@ def serve(
     if not 0 <= port <= MAX_PORT:
         raise InputError(f"--port {port}: a port is a number from 1 to {MAX_PORT}; 0 takes any free one")
     refuse_recipe(recipe, model_problems(recipe, read_architecture(recipe.model.path), None))
-    token = require_token(recipe.rollout.servers)
+    token = require_token()
     if host in ("", "0.0.0.0", "::"):
         raise InputError(
             f"--host {host}: a server listens on one address that the trainer can reach, such as the node's own on the "

@@ -6,10 +6,10 @@ to its request. The process group is made after that, outside of torch's world: 
 call waits longer than `GroupPlace.stall_s` for another process: it raises `GroupError`. When a member fails, the
 trainer's own call ends; when the trainer then closes the group, those of all others end too.
 
-Small tensors are packed into one of two buffers; while one is sent, the other is filled. A large tensor is sent from
-where it lies. The contents of a chunk are written to the group's store, so nothing has to be agreed on before the first
-chunk. Workers wait for the next chunk before they load one. The last entry has the number of tensors and bytes that
-were sent: a worker that has other numbers, or does not reach it, has no complete set.
+Tensors are packed into one of two buffers; while one is sent, the other is filled. A tensor that fills a chunk alone is
+sent from where it lies. The contents of a chunk are written to the group's store, so nothing has to be agreed on before
+the first chunk. Workers wait for the next chunk before they load one. The last entry has the number of tensors and
+bytes that were sent: a worker that has other numbers, or does not reach it, has no complete set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,7 +33,6 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 from torch.distributed.distributed_c10d import BroadcastOptions
 
-BACKENDS = ("gloo", "nccl")
 SENDER = 0  # rank of the trainer
 GO, CLOSED = "go", "closed"  # keys in the store
 CLOSING = b"closed"  # in place of what members wait for
@@ -58,14 +57,6 @@ class GroupPlace:
     backend: str
     stall_s: float
 
-    def __post_init__(self) -> None:
-        kinds = {"name": str, "host": str, "port": int, "rank": int, "world_size": int, "backend": str}
-        for name, kind in kinds.items():
-            if type(getattr(self, name)) is not kind:
-                raise TypeError(f"broadcast.{name}: {getattr(self, name)!r}, expected {kind.__name__}")
-        if self.backend not in BACKENDS or not 0 < self.rank < self.world_size or not self.stall_s > 0:
-            raise ValueError(f"broadcast: no place in a group: {self}")
-
 
 class WeightGroup:
     """One member of a group. ``give_up``, set by another thread to a reason, ends every wait."""
@@ -75,7 +66,6 @@ class WeightGroup:
         self.store = PrefixStore(place.name, store)
         self.device = torch.device("cuda" if place.backend == "nccl" else "cpu")
         self.sent: Any = None  # what was sent, for who waits for the answers
-        self.heard: list[Any] = []  # on workers: what each chunk of the last update held
         self._group: Any = None
         self._works: list[Work] = []  # under way
         self._number, self._update = 0, 0  # of the next entry, and of the update that it is of
@@ -214,7 +204,7 @@ class WeightGroup:
         if self.give_up:
             raise GroupError(self.give_up)
         if time.monotonic() - start > self.place.stall_s:
-            raise GroupError(f"{what} in {self.place.stall_s:g} s (rollout.servers.weights_stall_s)")
+            raise GroupError(f"{what} in {self.place.stall_s:g} s")
 
     def _make(self) -> None:
         store, size = PrefixStore("group", self.store), self.place.world_size
@@ -297,9 +287,7 @@ def _first_line(error: BaseException) -> str:
 
 
 CHUNK_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}  # of a buffer; a processor sends what its cache still holds
-WHOLE_BYTES = 16 << 20  # a tensor from this size on is sent as it is
 NUM_BUFFERS = 2
-SAME = json.dumps({"tensors": None})  # a chunk holds what the one of its number held in the group's last update
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -312,141 +300,49 @@ class Amount:
     bytes: int
 
 
-Entry = tuple[str, str, torch.Size]  # name, dtype, shape
-Kind = tuple[str, tuple[int, ...]]  # dtype and shape
-
-
-@dataclass
-class _Chunk:
-    """A buffer, what it is to hold, and the call that sends it.
-
-    Tensors of one kind lie one after another, so that one call copies them as they are. `_places` says where.
-    """
-
-    buffer: torch.Tensor  # uint8 [chunk_bytes]
-    size: int = 0  # bytes of all tensors
-    entries: list[Entry] = field(default_factory=list)
-    kinds: dict[Kind, list[torch.Tensor]] = field(default_factory=dict)
-    work: Work | None = None
-
-    def add(self, name: str, tensor: torch.Tensor, size: int) -> None:
-        shape, dtype = tensor.shape, NAMES[tensor.dtype]
-        self.entries.append((name, dtype, shape))
-        if (alike := self.kinds.get((dtype, shape))) is None:
-            alike = self.kinds[dtype, shape] = []
-        alike.append(tensor if shape else tensor.reshape(1))
-        self.size += size
-
-    def pack(self) -> tuple[list[Entry], torch.Tensor]:
-        """Copy all tensors into the buffer, in one pass, and forget them: what it holds, and uint8 [size]."""
-        place = 0
-        for kind in sorted(self.kinds, key=_wider_first):
-            tensors = self.kinds[kind]
-            if tensors[0].device != self.buffer.device:
-                tensors = [tensor.to(self.buffer.device) for tensor in tensors]
-            rows, *rest = tensors[0].shape
-            end = place + len(tensors) * tensors[0].nbytes
-            torch.cat(tensors, out=self.buffer[place:end].view(DTYPES[kind[0]]).view(len(tensors) * rows, *rest))
-            place = end
-        entries, packed = self.entries, self.buffer[: self.size]
-        self.size, self.entries, self.kinds = 0, [], {}
-        return entries, packed
-
-
-def _wider_first(kind: Kind) -> int:
-    """Tensors with wider elements come first, so that every one begins where it can be viewed."""
-    return -DTYPES[kind[0]].itemsize
-
-
-def _places(entries: list[Entry]) -> list[tuple[int, int]]:
-    """Return where each entry's bytes begin in a chunk, and how many they are."""
-    kinds: dict[Kind, list[int]] = {}
-    for number, (_, dtype, shape) in enumerate(entries):
-        kinds.setdefault((dtype, tuple(shape)), []).append(number)
-    places, place = [(0, 0)] * len(entries), 0
-    for kind in sorted(kinds, key=_wider_first):
-        for number in kinds[kind]:
-            size = DTYPES[kind[0]].itemsize * math.prod(entries[number][2])
-            places[number] = place, size
-            place += size
-    return places
-
-
 class Sender:
     """Rank 0's end of a group, for any number of updates. ``chunk_bytes``: of each of its two buffers, which are on the
     group's device; 0: `CHUNK_BYTES` of that device."""
 
     def __init__(self, group: WeightGroup, chunk_bytes: int = 0) -> None:
-        self._group, self._chunk_bytes = group, chunk_bytes = group, chunk_bytes or CHUNK_BYTES[group.device.type]
-        self._chunks = [
-            _Chunk(torch.empty(chunk_bytes, dtype=torch.uint8, device=group.device)) for _ in range(NUM_BUFFERS)
-        ]
-        self._filling = 0
-        self._whole: deque[tuple[Work, torch.Tensor]] = deque()  # on their way from where they lie
-        self._said: list[list[Entry]] = []  # entries, by chunk
-        self._num_said = 0
-        self._whole_bytes = min(WHOLE_BYTES, self._chunk_bytes)
+        self._group, self._chunk_bytes = group, chunk_bytes or CHUNK_BYTES[group.device.type]
+        self._buffers = [torch.empty(self._chunk_bytes, dtype=torch.uint8, device=group.device) for _ in range(2)]
+        self._under_way: deque[tuple[Work, torch.Tensor]] = deque()
 
     @torch.no_grad()
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Amount:
         """All of ``tensors``; returns when the memory that they lie in may change. Raises `GroupError`."""
         self._group.next_update()
-        self._num_said = num_tensors = num_bytes = 0
-        chunk = self._chunks[self._filling]
+        self._under_way.clear()
+        entries, pieces, size, num_tensors, num_bytes = [], [], 0, 0, 0
         for name, tensor in tensors:
-            size = tensor.nbytes
-            num_tensors += 1
-            num_bytes += size
-            if size >= self._whole_bytes:
-                chunk = self._send_filled()
-                self._send_whole(name, tensor)
-                continue
-            if chunk.size + size > self._chunk_bytes:
-                chunk = self._send_filled()
-            chunk.add(name, tensor, size)
-        self._send_filled()
-        for chunk in self._chunks:
-            self._finish(chunk)
+            if pieces and size + tensor.nbytes > self._chunk_bytes:
+                self._send_chunk(entries, pieces)
+                entries, pieces, size = [], [], 0
+            entries.append((name, NAMES[tensor.dtype], tensor.shape))
+            pieces.append(tensor.to(self._group.device).contiguous().view(-1).view(torch.uint8))
+            size, num_tensors, num_bytes = size + tensor.nbytes, num_tensors + 1, num_bytes + tensor.nbytes
+        if pieces:
+            self._send_chunk(entries, pieces)
         self._let_go(0)
         self._group.write(json.dumps({"sent": [num_tensors, num_bytes]}))
         return Amount(num_tensors, num_bytes)
 
-    def _send_whole(self, name: str, tensor: torch.Tensor) -> None:
-        whole = tensor.to(self._group.device).contiguous()
-        self._say([(name, NAMES[tensor.dtype], tensor.shape)])
-        self._whole.append((self._group.broadcast(whole.view(-1).view(torch.uint8)), whole))
-        self._let_go(NUM_BUFFERS)
-
-    def _send_filled(self) -> _Chunk:
-        """The chunk to fill next, while this one is on its way."""
-        chunk = self._chunks[self._filling]
-        if chunk.entries:
-            self._finish(chunk)
-            entries, packed = chunk.pack()
-            self._say(entries)
-            chunk.work = self._group.broadcast(packed)
-            self._filling = (self._filling + 1) % NUM_BUFFERS
-        return self._chunks[self._filling]
-
-    def _finish(self, chunk: _Chunk) -> None:
-        if chunk.work is not None:
-            self._group.wait(chunk.work)
-            chunk.work = None
+    def _send_chunk(self, entries: list[tuple[str, str, torch.Size]], pieces: list[torch.Tensor]) -> None:
+        self._let_go(NUM_BUFFERS - 1)
+        content = pieces[0]
+        if len(pieces) > 1:
+            content = self._buffers[0][: sum(len(piece) for piece in pieces)]
+            torch.cat(pieces, out=content)
+            self._buffers.reverse()
+        self._group.write(json.dumps({"tensors": entries}))
+        self._under_way.append((self._group.broadcast(content), content))
 
     def _let_go(self, most: int) -> None:
-        while len(self._whole) > most:
-            self._group.wait(self._whole[0][0])
-            self._whole.popleft()
-
-    def _say(self, entries: list[Entry]) -> None:
-        """What the next chunk holds, or that it holds the same as in the update before."""
-        text, number = self._said, self._num_said
-        if number < len(text) and text[number] == entries:
-            self._group.write(SAME)
-        else:
-            text[number:] = [entries]
-            self._group.write(json.dumps({"tensors": entries}))
-        self._num_said += 1
+        """Wait until at most ``most`` chunks are under way."""
+        while len(self._under_way) > most:
+            self._group.wait(self._under_way[0][0])
+            self._under_way.popleft()
 
 
 class Receiver:
@@ -455,7 +351,6 @@ class Receiver:
     def __init__(self, group: WeightGroup) -> None:
         self._group = group
         group.next_update()
-        self._number = 0  # of the next chunk
         self.received = Amount(0, 0)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -465,10 +360,15 @@ class Receiver:
         while coming is not None:
             buffer, entries, work = coming
             self._group.wait(work)
-            coming = self._begin()
-            for (name, dtype, shape), (place, size) in zip(entries, _places(entries), strict=True):
-                self.received = Amount(self.received.tensors + 1, self.received.bytes + size)
-                yield name, buffer[place : place + size].view(DTYPES[dtype]).view(shape)
+            coming, place = self._begin(), 0
+            for name, dtype, shape in entries:
+                end = place + DTYPES[dtype].itemsize * math.prod(shape)
+                content = buffer[place:end]
+                if place % DTYPES[dtype].itemsize:  # behind a tensor of narrower elements
+                    content = content.clone()
+                self.received = Amount(self.received.tensors + 1, self.received.bytes + end - place)
+                yield name, content.view(DTYPES[dtype]).view(shape)
+                place = end
 
     def _begin(self) -> tuple[torch.Tensor, list, Work] | None:
         """The next chunk, on its way; None after the last."""
@@ -476,13 +376,9 @@ class Receiver:
         if "sent" in content:
             self._due = Amount(*content["sent"])
             return None
-        heard, number = self._group.heard, self._number
-        if content["tensors"] is not None:
-            heard[number:] = [content["tensors"]]
-        entries, self._number = heard[number], number + 1
-        size = sum(DTYPES[dtype].itemsize * torch.Size(shape).numel() for _, dtype, shape in entries)
+        size = sum(DTYPES[dtype].itemsize * math.prod(shape) for _, dtype, shape in content["tensors"])
         buffer = torch.empty(size, dtype=torch.uint8, device=self._group.device)
-        return buffer, entries, self._group.broadcast(buffer)
+        return buffer, content["tensors"], self._group.broadcast(buffer)
 
     def check(self) -> Amount:
         """What was received. Raises `GroupError` unless it is what was sent."""

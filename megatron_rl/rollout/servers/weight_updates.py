@@ -48,6 +48,7 @@ Stream = Iterable[tuple[str, torch.Tensor]]
 Checked = Callable[[Stream], Iterator[tuple[str, torch.Tensor]]]
 LOOK_S = 0.5  # between looks whether a broadcast was given up, while servers are at work
 GRACE_S = 10.0  # for servers to say so, once it was
+STALL_S = 60.0  # a broadcast in which nothing moves for this long is given up
 DONE, AGAIN = "done", "again"
 
 
@@ -58,7 +59,7 @@ class Broadcaster:
     not. ``amount``: what the last broadcast sent.
     """
 
-    def __init__(self, main: MainRank, checked: Checked, stall_s: float, refused: str = "") -> None:
+    def __init__(self, main: MainRank, checked: Checked, refused: str = "", stall_s: float = STALL_S) -> None:
         self._main, self._checked, self._stall_s, self.refused = main, checked, stall_s, refused
         self._pool: ServerPool | None = None
         self._sender: Sender | None = None
@@ -231,7 +232,7 @@ class Broadcaster:
                 continue
             if isinstance(answer, Exception):
                 await pool.give_up(member, f"weight update {version}: {answer}")
-            elif group.sent is None or (answer["tensors"], answer["bytes"]) != (group.sent.tensors, group.sent.bytes):
+            elif answer != group.sent:
                 await pool.give_up(member, f"weight update {version}: {answer} of {group.sent} arrived")
             else:
                 pool.took(member, version)
@@ -245,7 +246,7 @@ class Broadcaster:
         return AGAIN if was_kept or len(lacking) < len(members) else group.give_up
 
 
-async def _ask(member: Member, weights: Weights) -> dict[str, int]:
+async def _ask(member: Member, weights: Weights) -> Amount:
     async with member.updating:
         return await member.client.push(weights)
 
@@ -262,8 +263,6 @@ async def _said(text: str) -> str:
 
 
 FILE_BYTES = 2 << 30
-MARKER = ".weights-of-run"
-"""File in a run's folder of weights that names the run directory. A folder without it is never removed."""
 
 
 class WeightFolder:
@@ -280,25 +279,14 @@ class WeightFolder:
         self.root = parent / f"megatron_rl-{run_dir.name}-{hashlib.sha256(run.encode()).hexdigest()[:12]}"
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            self._remove_leftover(run)
+            if os.path.lexists(self.root):
+                shutil.rmtree(self.root)
             self.root.mkdir()
-            (self.root / MARKER).write_text(run + "\n")
         except OSError as error:
             raise InputError(
                 f"rollout.servers.weights_dir: {parent} cannot be used ({error}); name a folder that this run can "
                 "write to, such as /dev/shm"
             ) from error
-
-    def _remove_leftover(self, run: str) -> None:
-        if not os.path.lexists(self.root):
-            return
-        marker = self.root / MARKER
-        if self.root.is_symlink() or not marker.is_file() or marker.read_text().strip() != run:
-            raise InputError(
-                f"rollout.servers.weights_dir: {self.root} exists and was not made by this run; it is not touched. "
-                "Move it away or name another folder"
-            )
-        shutil.rmtree(self.root)
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Weights:
         """Put all ``tensors`` on disk. A version may come twice, after an update that was skipped."""
@@ -363,9 +351,7 @@ class WeightUpdates:
         self._sent_version = -1
         self._folder: WeightFolder | None = None
         self.last_push: dict[str, float] = {}  # how long it took
-        self.broadcaster = Broadcaster(
-            self._main, partial(checked, shapes=shapes), config.servers.weights_stall_s, config.why_files
-        )
+        self.broadcaster = Broadcaster(self._main, partial(checked, shapes=shapes), config.why_files)
 
     def open_folder(self) -> None:
         """On rank 0. Raises `InputError` where the folder cannot be used."""

@@ -1,55 +1,36 @@
-"""One response on its way from a server to the trainer: a header, a JSON head, and arrays as they lie in memory.
+"""One response on its way from a server to the trainer: a JSON head, and arrays as they lie in memory.
 
 Neither side makes an object for every token. At 48 MoE layers and 8 experts a token weighs 392 bytes, nearly all of
-them routes; what the trainer spends on one is a copy and a CRC-32.
+them routes; what the trainer spends on one is a copy.
 
-    header   "MRLA", format, 0, bytes of the head, CRC-32 of the head
-    head     JSON: finish_reason; versions [[version, tokens], …], run lengths over the response; arrays [{name, dtype,
-             shape, checksum}], in the order in which they follow
-    arrays   tokens int32 [R], logprobs float32 [R]; with routes: routes uint8 or uint16 [P + R - 1, L, K] and their
-             seals route_checksums int64 [P + R - 1 + L]
+    length   of the head, 8 bytes, little-endian
+    head     JSON: finish_reason; arrays [[name, dtype, shape], …], in the order in which they follow
+    arrays   the fields of `Answer`
 
-Numbers are little-endian. Head and arrays are filled up to a multiple of 8 bytes.
-
-The trainer takes nothing from the head on trust. `Expected` says how many bytes an answer to a request can have, before
-memory is taken for them, and which numbers they can hold. What is not an answer to the request is `Damaged`.
+What a response says is checked once, where it becomes a rollout (`requests.make_rollout`); routes bear their seals.
 
 How busy a server is, as it says of itself with every answer and with its settings.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import struct
+import math
 import time
-import zlib
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from megatron_rl.rollout.requests import MAX_LOGPROB
-from megatron_rl.routing import RouteShape, missing_id
-from megatron_rl.types import FINISH_REASONS
-
 MEDIA_TYPE = "application/octet-stream"
 # A connection that is idle is closed by the trainer, long before the server would: a request that meets a closing one
 # fails unread, and a weight update that fails costs the run a server.
 IDLE_S, SERVER_IDLE_S = 15, 60
-MAGIC, FORMAT = b"MRLA", 1
-ALIGNMENT = 8
-HEAD_BYTES = 1 << 16  # a run length for each of 4000 weight updates during the response
-# Of a response, where the request or the model does not say it.
-MOST_TOKENS, MOST_ROUTES = 1 << 20, 1 << 14
-MIN_LOGPROB = -1e5  # far below what a softmax over logits of any model leaves to a token that was sampled
-_HEADER = struct.Struct("<4sHHII")
-_TYPES = {"tokens": ("<i4",), "logprobs": ("<f4",), "routes": ("|u1", "<u2"), "route_checksums": ("<i8",)}
-_DIMENSIONS = {"tokens": 1, "logprobs": 1, "routes": 3, "route_checksums": 1}
+ALIGNMENT = LENGTH_BYTES = 8
 
 
 class Damaged(ValueError):
-    """The bytes are not an answer, or not those that were sent."""
+    """The bytes are not an answer."""
 
 
 @dataclass(frozen=True)
@@ -64,182 +45,38 @@ class Answer:
     route_checksums: np.ndarray | None = None  # [P + R - 1 + L] int64, made where the engine handed the routes over
 
 
-@dataclass(frozen=True)
-class ModelLimits:
-    """What bounds the numbers in a response. ``shape``: of its routes; None: the engine records none."""
-
-    vocab_size: int
-    shape: RouteShape | None = None
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What an answer to one request can be."""
-
-    max_tokens: int
-    rows_before: int  # of routes that come before those of the response's tokens: P - 1 - first_route
-    wants_routes: bool
-    model: ModelLimits | None
-    stop_token_ids: frozenset[int] = frozenset()  # empty: not known
-
-    @classmethod
-    def of(cls, body: dict[str, Any], model: ModelLimits | None) -> Expected:
-        """Return what the answer to a request must be like. ``body``: of the request (`client.request_body`)."""
-        sampling = body.get("sampling_params", {})
-        most, stops = sampling.get("max_tokens", MOST_TOKENS), frozenset(sampling.get("stop_token_ids") or ())
-        before = len(body.get("token_ids", ())) - 1 - body.get("first_route", 0)
-        return cls(most, before, bool(body.get("wants_routes", True)), model, stops)
-
-    @property
-    def most_bytes(self) -> int:
-        """Most bytes of the whole answer."""
-        size = _HEADER.size + HEAD_BYTES + 8 * self.max_tokens
-        if self.wants_routes:
-            rows, (layers, ids, itemsize) = self.rows_before + self.max_tokens, self._shape()
-            size += rows * (ids * itemsize + 8) + layers * 8
-        return size + len(_TYPES) * ALIGNMENT
-
-    def _shape(self) -> tuple[int, int, int]:
-        """Most layers, expert ids of one row, and bytes of one id."""
-        if self.model is None:
-            return MOST_ROUTES, MOST_ROUTES, 2
-        if (shape := self.model.shape) is None:
-            return 0, 0, 0
-        return len(shape.layers), len(shape.layers) * shape.topk, shape.dtype.itemsize
-
-    def check(self, answer: Answer) -> None:
-        """Raise `Damaged` unless ``answer`` can be one to this request."""
-        number, logprobs = len(answer.tokens), answer.logprobs
-        if not (0 if answer.finish_reason == "abort" else 1) <= number <= self.max_tokens:
-            raise Damaged(f"{number} tokens, finish reason {answer.finish_reason!r}; {self.max_tokens} were asked for")
-        vocab_size = self.model.vocab_size if self.model is not None else np.iinfo(np.int32).max
-        if number and not 0 <= answer.tokens.min() <= answer.tokens.max() < vocab_size:
-            raise Damaged(f"token {answer.tokens.min()} or {answer.tokens.max()} is not in 0 … {vocab_size - 1}")
-        if not (np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)).all():
-            raise Damaged("a log-prob is not finite, or above 0")
-        if (logprobs < MIN_LOGPROB).any():
-            raise Damaged(f"a log-prob of {logprobs.min():g}; no token is sampled below {MIN_LOGPROB:g}")
-        if answer.finish_reason == "length" and number < self.max_tokens:
-            raise Damaged(f"cut at {number} tokens, {self.max_tokens} were asked for")
-        if answer.finish_reason == "stop" and self.stop_token_ids and answer.tokens[-1] not in self.stop_token_ids:
-            raise Damaged(f"ends with token {answer.tokens[-1]}, which is none of {sorted(self.stop_token_ids)[:8]}")
-        self._check_routes(answer, number)
-
-    def _check_routes(self, answer: Answer, number: int) -> None:
-        shape = self.model.shape if self.model is not None else None
-        if answer.routes is None:
-            if shape is not None and self.wants_routes and number:
-                raise Damaged("routes are missing")
-            return
-        if not self.wants_routes or (self.model is not None and shape is None):
-            raise Damaged("routes were not asked for")
-        (rows, layers, topk), due = answer.routes.shape, self.rows_before + number
-        if rows != due or answer.route_checksums.shape != (rows + layers,) or not number:
-            raise Damaged(f"routes of {rows} rows with {len(answer.route_checksums)} checksums; {due} rows are due")
-        if shape is None:
-            return
-        if (layers, topk, answer.routes.dtype) != (len(shape.layers), shape.topk, shape.dtype):
-            raise Damaged(f"routes of shape {answer.routes.shape} and {answer.routes.dtype} are not the model's")
-        if answer.routes.size and answer.routes.max() >= shape.num_experts:  # one pass, where every row has a record
-            missing = (answer.routes == missing_id(shape.dtype)).all(-1, keepdims=True)
-            if ((answer.routes >= shape.num_experts) & ~missing).any():
-                raise Damaged(f"a route to an expert that is not in 0 … {shape.num_experts - 1}")
+_ARRAYS = ("route_checksums", "tokens", "logprobs", "versions", "routes")  # wider numbers first: all lie aligned
 
 
 def pack(answer: Answer) -> list[bytes | memoryview]:
     """The pieces of the body, in order. Arrays are not copied: they must not change until the pieces are sent."""
-    arrays = {name: np.ascontiguousarray(array) for name in _TYPES if (array := getattr(answer, name)) is not None}
-    described, pieces = [], []
-    for name, array in arrays.items():
-        if array.dtype.str not in _TYPES[name]:
-            raise TypeError(f"{name}: {array.dtype} does not travel, expected {' or '.join(_TYPES[name])}")
-        content = array.reshape(-1).view(np.uint8).data
-        described.append(
-            {"name": name, "dtype": array.dtype.str, "shape": array.shape, "checksum": zlib.crc32(content)}
-        )
-        pieces += [content, bytes(-len(content) % ALIGNMENT)]
-    head = {"finish_reason": answer.finish_reason, "versions": _runs(answer.versions), "arrays": described}
-    text = json.dumps(head).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    return [_HEADER.pack(MAGIC, FORMAT, 0, len(text), zlib.crc32(text)) + text, *(piece for piece in pieces if piece)]
+    arrays = {name: np.ascontiguousarray(array) for name in _ARRAYS if (array := getattr(answer, name)) is not None}
+    described = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
+    head = json.dumps({"finish_reason": answer.finish_reason, "arrays": described}).encode()
+    head += b" " * (-len(head) % ALIGNMENT)
+    contents = (array.reshape(-1).view(np.uint8).data for array in arrays.values())
+    return [len(head).to_bytes(LENGTH_BYTES, "little") + head, *(content for content in contents if len(content))]
 
 
 def unpack(body: bytes | bytearray | memoryview) -> Answer:
-    """The answer whose arrays lie in ``body``. Raises `Damaged` where a byte of it is not what was sent."""
+    """The answer whose arrays lie in ``body``. Raises `Damaged` where it is none, or not whole."""
     try:
-        head, start = _head(memoryview(body))
-        arrays, end = _arrays(memoryview(body), head["arrays"], start)
-        values, counts = _checked_runs(head["versions"])
-        lengths = (len(arrays.get("tokens")), len(arrays.get("logprobs")), sum(counts))
-        if len(set(lengths)) > 1:
-            raise Damaged("{} tokens, {} log-probs and {} versions".format(*lengths))
-        versions = np.repeat(np.array(values, np.int32), np.array(counts, np.int64))
-        answer = Answer(**arrays, versions=versions, finish_reason=head["finish_reason"])
-    except Damaged:
-        raise
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise Damaged(f"no head of an answer: {type(error).__name__}: {error}") from error
-    if end != len(body):
-        raise Damaged(f"{len(body)} bytes, the head describes {end}")
-    if answer.finish_reason not in FINISH_REASONS:
-        raise Damaged(f"unknown finish reason {answer.finish_reason!r}")
-    if (answer.routes is None) != (answer.route_checksums is None):
-        raise Damaged("routes travel with their checksums")
+        body = memoryview(body)
+        end = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")
+        head, arrays = json.loads(bytes(body[LENGTH_BYTES:end])), {}
+        for name, dtype, shape in head["arrays"]:
+            arrays[name] = np.frombuffer(body, dtype, math.prod(shape), end if math.prod(shape) else 0).reshape(shape)
+            end += arrays[name].nbytes
+        answer = Answer(**arrays, finish_reason=head["finish_reason"])
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise Damaged(f"no answer: {type(error).__name__}: {error}") from error
+    lengths = (len(answer.tokens), len(answer.logprobs), len(answer.versions))
+    if end != len(body) or len(set(lengths)) > 1:
+        raise Damaged(f"{len(body)} bytes of {end}, with {lengths} tokens, log-probs and versions")
     return answer
 
 
-def _head(body: memoryview) -> tuple[dict[str, Any], int]:
-    """The head, and where it ends."""
-    if len(body) < _HEADER.size:
-        raise Damaged(f"{len(body)} bytes are not a header")
-    magic, version, _, size, checksum = _HEADER.unpack_from(body)
-    if size > HEAD_BYTES:
-        raise Damaged(f"a head of {size} bytes; {HEAD_BYTES} are the most")
-    if (magic, version) != (MAGIC, FORMAT):
-        raise Damaged(f"begins with {bytes(magic)!r}, format {version}; expected {MAGIC!r}, format {FORMAT}")
-    text = body[_HEADER.size : _HEADER.size + size]
-    if len(text) != size or zlib.crc32(text) != checksum:
-        raise Damaged("the head's checksum differs")
-    return json.loads(bytes(text)), _HEADER.size + size
-
-
-def _arrays(body: memoryview, described: list[dict[str, Any]], start: int) -> tuple[dict[str, np.ndarray], int]:
-    """The arrays by name, and where the last one ends."""
-    arrays: dict[str, np.ndarray] = {}
-    for item in described:
-        name, shape, dtype = item["name"], tuple(item["shape"]), item["dtype"]
-        is_shape = len(shape) == _DIMENSIONS[name] and all(type(size) is int and size >= 0 for size in shape)
-        if name in arrays or dtype not in _TYPES[name] or not is_shape:
-            raise Damaged(f"array {name!r} of {dtype}, shape {shape}, does not belong here")
-        dtype = np.dtype(dtype)
-        size = dtype.itemsize * int(np.prod(shape, dtype=object))
-        content = body[start : start + size]
-        if len(content) != size or zlib.crc32(content) != item["checksum"]:
-            raise Damaged(f"{name}: the checksum differs")
-        arrays[name] = np.frombuffer(content, dtype).reshape(shape)
-        start += size + -size % ALIGNMENT
-    return arrays, start
-
-
-def _checked_runs(runs: list[list[int]]) -> tuple[list[int], list[int]]:
-    """Values and run lengths; together the runs can be longer than any memory."""
-    if not all(type(number) is int for value, count in runs for number in (value, count)):
-        raise ValueError("versions are not whole numbers")
-    if any(count < 0 for _, count in runs):
-        raise ValueError("counts cannot be negative")
-    if any(not 0 <= value <= np.iinfo(np.int32).max for value, _ in runs):
-        raise OverflowError("a policy version is out of range")
-    return [value for value, _ in runs], [count for _, count in runs]
-
-
-def _runs(versions: np.ndarray) -> list[list[int]]:
-    """[[value, how often in a row], …]"""
-    starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1)).tolist()
-    return [[int(versions[i]), j - i] for i, j in itertools.pairwise([*starts, len(versions)])]
-
-
 LOAD_HEADER = "X-Server-Load"
-MOST = 2**53  # of any count
 
 
 @dataclass(frozen=True)
@@ -269,18 +106,9 @@ class Load:
 
     @classmethod
     def of(cls, text: str | dict[str, Any] | None) -> Load:
-        """What a server sent; an empty one where it is not one, or one of its numbers is impossible."""
-        try:
-            values = json.loads(text) if isinstance(text, str) else dict(text or {})
-            given = {field.name: values[field.name] for field in fields(cls) if field.name in values}
-        except (ValueError, TypeError, RecursionError):
-            return cls()
-        return cls(**given) if all(_is_number(name, value) for name, value in given.items()) else cls()
-
-
-def _is_number(name: str, value: Any) -> bool:
-    kinds, most = {"kv_usage": ((int, float), 1), "busy_s": ((int, float), MOST)}.get(name, ((int,), MOST))
-    return type(value) in kinds and 0 <= value <= most  # a NaN is in no range
+        """What a server sent; an empty one where it sent none."""
+        values = json.loads(text) if isinstance(text, str) else text or {}
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
 
 class Meter:

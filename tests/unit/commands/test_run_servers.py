@@ -7,7 +7,6 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 from megatron_rl.__main__ import main
 from megatron_rl.commands import run as command
@@ -26,13 +25,12 @@ from megatron_rl.rollout.servers.pool import (
 )
 from megatron_rl.rollout.servers.rendezvous import Address, publish
 from megatron_rl.rollout.servers.wire import Load
-from tests.support.tiny import tiny_recipe
 
 BUSY = Load(running=3, waiting=1, kv_usage=0.5, answered=9, tokens=900, busy_s=3.0, prompt_tokens=40, cached_tokens=30)
 
 
 class Known(Members):
-    due = 4
+    due, refused = 4, {"d": "dtype: the server has 'bf16'"}
 
     def __init__(self, *members: Member) -> None:
         super().__init__(PoolLimits(1.0, 1.0), lambda: False)
@@ -50,7 +48,7 @@ MEMBERS = Known(member("a"), member("b", version=3), member("c", lost="connectio
 @pytest.fixture
 def run_dir(tmp_path):
     (tmp_path / "run").mkdir()
-    write_table(tmp_path / "run", table(MEMBERS, {"d": "dtype: the server has 'bf16'"}))
+    write_table(tmp_path / "run", table(MEMBERS))
     return tmp_path / "run"
 
 
@@ -74,8 +72,8 @@ def test_a_run_tells_which_servers_it_uses_and_why_not(run_dir, capsys):
 
 
 def test_after_the_run_its_servers_have_ended(run_dir):
-    write_table(run_dir, table(MEMBERS, {}, ended=True))
-    assert [one["state"] for one in command.describe(run_dir)["servers"]] == ["ended", "ended", "lost"]
+    write_table(run_dir, table(MEMBERS, ended=True))
+    assert [one["state"] for one in command.describe(run_dir)["servers"]] == ["ended", "ended", "lost", "refused"]
 
 
 def test_servers_that_the_run_does_not_know_yet_are_found_by_their_files(tmp_path):
@@ -95,8 +93,6 @@ def test_a_directory_without_servers_says_so(tmp_path, capsys):
 
 
 def test_with_the_token_servers_are_asked(run_dir, monkeypatch):
-    recipe = tiny_recipe(rollout={"engine": "vllm_server", "max_staleness": 1})
-    (run_dir / "recipe.resolved.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     monkeypatch.setenv("MRL_SERVER_TOKEN", "token-of-this-test-0123")
     asked = []
 
@@ -126,12 +122,11 @@ def test_metrics_of_a_batch():
     assert before == (120, 90)
     more = Load(running=1, waiting=0, kv_usage=0.2, tokens=10, busy_s=1.0, prompt_tokens=60, cached_tokens=35)
     later = Known(member("a", load=more), member("b"), member("c", lost="gone"))
-    assert load_metrics(later, before, 0.75) == {
+    assert load_metrics(later, before) == {
         "rollout/servers/running": 2.0,
         "rollout/servers/waiting": 0.5,
         "rollout/servers/kv_usage": 0.5,
         "rollout/servers/tokens_per_s": 310.0,
         "rollout/servers/prefix_hits": 0.25,
-        "rollout/servers/at_home": 0.75,
         "rollout/servers/lost": 1.0,
     }

@@ -325,7 +325,7 @@ def test_one_rule_for_relative_paths(tmp_path, monkeypatch):
     recipes, here = tmp_path / "recipes", tmp_path / "here"
     for folder in (recipes, here):
         folder.mkdir()
-        for name in ("both.py", "both.jsonl", "both.jinja", "both.token"):
+        for name in ("both.py", "both.jsonl", "both.jinja"):
             (folder / name).touch()
     (recipes / "beside.py").touch()
     (here / "here.py").touch()
@@ -333,19 +333,12 @@ def test_one_rule_for_relative_paths(tmp_path, monkeypatch):
     sections = {
         "data": {"train": "both.jsonl", "prompt": {"chat_template": "both.jinja"}},
         "reward": "both.py:f",
-        "rollout": {"engine": "vllm_server", "servers": {"token_file": "both.token"}},
         "model": {"path": "both.jsonl"},
     }
     (recipes / "r.yaml").write_text(yaml.safe_dump({**SOUND, **sections}))
     recipe = load_recipe(Path("../recipes/r.yaml"))
-    servers = recipe.rollout.servers
-    paths = [recipe.data.train[0].path, recipe.data.prompt.chat_template, servers.token_file, recipe.model.path]
-    assert paths == [
-        str(recipes / "both.jsonl"),
-        str(recipes / "both.jinja"),
-        recipes / "both.token",
-        recipes / "both.jsonl",
-    ]
+    paths = [recipe.data.train[0].path, recipe.data.prompt.chat_template, recipe.model.path]
+    assert paths == [str(recipes / "both.jsonl"), str(recipes / "both.jinja"), recipes / "both.jsonl"]
     assert recipe.reward.name == f"{recipes}/both.py:f"
     for written, meant in (
         ("both.py:f", f"{here}/both.py:f"),

@@ -168,10 +168,9 @@ def test_the_first_steps_mismatch_is_bounded_by_the_coarsest_type(sections, boun
 
 
 def on_a_gpu(learner: str, rollout: str, engine: str = "vllm", **precision):
-    kind = {"engine": engine, "servers": {"token_file": "/tmp/t"}} if engine == "vllm_server" else {"engine": engine}
     return tiny_recipe(
         learner={"dtype": learner},
-        rollout={"dtype": rollout, **kind},
+        rollout={"dtype": rollout, "engine": engine},
         precision=precision,
         runtime={"device": "cuda"},
     )

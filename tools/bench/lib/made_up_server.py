@@ -86,11 +86,11 @@ def serve(
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b""})
 
-    settings = {"name": name, "instance": name, "agreed": agreed, "precision": {"router": "made up"}}
+    settings = {"name": name, "agreed": agreed, "precision": {"router": "made up"}}
     state = GuardState(token=token, settings=settings, replace=replace, sample=sample)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    publish(Path(run_dir), Address(name, url, name, os.getpid(), socket.gethostname()))
+    publish(Path(run_dir), Address(name, url, os.getpid(), socket.gethostname()))
     config = uvicorn.Config(
         Guard(healthy, state), log_level="warning", lifespan="off", access_log=False, timeout_keep_alive=SERVER_IDLE_S
     )

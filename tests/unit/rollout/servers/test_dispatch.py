@@ -37,7 +37,6 @@ def test_samples_of_a_prompt_go_to_one_server_until_its_queue_is_much_longer():
     balance = Balance(["p"] * 9, slack=3)
     # four on the first, where the fifth would find a queue longer by 4; then the second is the prompt's server
     assert chosen(balance, [first, second], 9) == [1, 1, 1, 1, 2, 2, 2, 2, 2]
-    assert balance.num_at_home == 7
     assert [Balance(["p", "q"], 3).choose([first, second], i).number for i in range(2)] == [1, 1]
 
 
@@ -79,7 +78,7 @@ def test_a_server_says_how_busy_it_is():
     meter.end(None)  # its caller hung up
     load = Load.of(meter.header())
     assert (load.running, load.answered, load.tokens) == (0, 1, 7)
-    assert Load.of("no JSON") == Load.of(None) == Load.of("[1]") == Load()
+    assert Load.of(None) == Load()
     assert Load.of({"running": 2, "waiting": 3, "of a later version": 1}).queue == 5
 
 

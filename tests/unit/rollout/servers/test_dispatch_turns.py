@@ -53,7 +53,8 @@ class Stage:
 
     def __init__(self, function, mode: str, pool, server, deadline_s: float | None) -> None:
         fields = {"engine": "vllm_server", "max_staleness": 1, "in_flight": {"mode": mode}, "deadline_s": deadline_s}
-        servers = SimpleNamespace(members=pool, turn=asyncio.Lock(), concurrency=4, fetchers=[0])
+        fields["max_num_seqs"] = 4
+        servers = SimpleNamespace(members=pool, turn=asyncio.Lock(), fetchers=[0])
         talk = Talk("f", function, lambda text: [], str)
         self.server, self._config = server, RolloutConfig.model_validate(fields)
         self.sampler = Sampler(

@@ -137,7 +137,7 @@ def test_a_request_that_servers_refuse_and_then_a_dying_one_fails_has_failed_onc
 def test_a_server_that_a_follower_complains_of_is_not_used_from_that_moment_on(monkeypatch):
     async def scene(pool, follower, dead):
         member = follower.ready[0]
-        follower.mark_stale(member)
+        follower.mark_stale(member, member.version)
         assert member not in follower.ready
         while pool.members[member.address.name].updates < 2:
             await asyncio.sleep(0.005)
@@ -156,7 +156,7 @@ def test_a_complaint_about_a_server_that_is_well_costs_nothing_but_the_look(kind
             assert member in follower.ready
         else:  # rank 0 has brought it up to date meanwhile
             pool.members[member.address.name].version, member.version = 0, 5
-            follower.mark_stale(member)
+            follower.mark_stale(member, member.version)
             await follower.wait_for(lambda: not member.doubts, "rank 0's answer")
         return [m.updates for m in pool.members.values()]
 

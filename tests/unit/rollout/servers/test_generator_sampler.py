@@ -35,8 +35,8 @@ class Rank:
     whole_groups = False
 
     def __init__(self, mode: str, pool) -> None:
-        fields = {"engine": "vllm_server", "max_staleness": 1, "in_flight": {"mode": mode}}
-        servers = SimpleNamespace(members=pool, turn=asyncio.Lock(), concurrency=2, fetchers=[0])
+        fields = {"engine": "vllm_server", "max_num_seqs": 2, "max_staleness": 1, "in_flight": {"mode": mode}}
+        servers = SimpleNamespace(members=pool, turn=asyncio.Lock(), fetchers=[0])
         self.turn, self.ended, self._number = servers.turn, [], 0
         self.announced: list[tuple[str, int]] = []  # prompt and number of responses
         self._sampler = Sampler(RolloutConfig.model_validate(fields), servers, None, [], None, dict)
@@ -149,7 +149,7 @@ def test_a_batch_whose_weights_are_gone_is_refused_under_finish(monkeypatch):
 
 @pytest.mark.parametrize("mode", ["finish", "keep"])
 def test_weights_that_servers_hold_are_not_sent_again_where_responses_would_be_cut_for_them(mode, tmp_path):
-    fields = {"engine": "vllm_server", "max_staleness": 1, "in_flight": {"mode": mode}}
+    fields = {"engine": "vllm_server", "max_num_seqs": 2, "max_staleness": 1, "in_flight": {"mode": mode}}
     servers, sent = SimpleNamespace(main=SimpleNamespace(is_this=True)), []
     updates = WeightUpdates(RolloutConfig.model_validate(fields), {}, servers, tmp_path, print)
     updates.broadcaster.refused = "this test"

@@ -286,7 +286,7 @@ def test_a_server_that_never_holds_what_it_was_given_ends_the_call(monkeypatch):
 
     world = World(held={"a": -1})
     monkeypatch.setattr(FakeClient, "push", forgets)
-    with pytest.raises(RolloutError, match=r"prompt 0: failed 4 times .*last on a: other weights"):
+    with pytest.raises(RolloutError, match=r"prompt 0: failed 4 times, last on a: other weights"):
         play(world, scene, PATIENT, names=("a",))
     assert len(world.pushes) == 5, "the first time may be an update that was quicker than the request"
 
@@ -298,7 +298,7 @@ def test_a_request_that_always_fails_ends_the_call_with_its_name():
         await pool.start(2)
         return await ask(pool, 1, retries=2).run()
 
-    with pytest.raises(RolloutError, match=r"prompt 0: failed 3 times .*retries\), last on .: no answer"):
+    with pytest.raises(RolloutError, match=r"prompt 0: failed 3 times, last on .: no answer"):
         play(world, scene)
 
 

@@ -131,23 +131,6 @@ def test_received_tensors_keep_their_values_while_later_ones_come(three):
         assert all(bool((tensor == float(name)).all()) for name, tensor in tensors.items())
 
 
-def test_what_a_chunk_holds_is_said_when_it_differs(three, monkeypatch):
-    """The second update has another shape in the middle, the third that of the first, the fourth nothing new."""
-    texts, write = [], WeightGroup.write
-    monkeypatch.setattr(WeightGroup, "write", lambda group, text: (texts.append(text), write(group, text))[1])
-    sender, counts = three.form(), []
-    for width in (CHUNK // 8, CHUNK // 16, CHUNK // 8, CHUNK // 8):
-        given = {f"{i}": torch.full((width if i == 5 else CHUNK // 8,), float(width + i)) for i in range(12)}
-        texts.clear()
-        taken = three.take()
-        sender.send(iter(given.items()))
-        counts.append(sum('"tensors": [' in text for text in texts))
-        for tensors, _ in (future.result() for future in taken):
-            assert all(torch.equal(tensors[name], given[name]) for name in given)
-    assert 0 < counts[1] < counts[0]
-    assert counts[2:] == [counts[1], 0]
-
-
 def test_the_store_holds_one_update_at_a_time(three):
     sender = three.form()
     keys = []
@@ -192,7 +175,7 @@ def test_a_member_that_leaves_fails_all_others_at_once(three, victim):
 def test_a_member_that_hangs_costs_no_more_than_the_deadline():
     members = Members(1, stall_s=1.0)
     sender = members.form()
-    with pytest.raises(GroupError, match=r"standstill in 1 s \(rollout.servers.weights_stall_s\)"):
+    with pytest.raises(GroupError, match="standstill in 1 s"):
         sender.send(iter([("large", torch.zeros(1 << 24))]))
     members.close()
 
@@ -236,23 +219,13 @@ def test_a_trainer_that_is_gone_fails_those_who_wait_for_it():
 
 def test_a_set_that_is_not_whole_is_an_error(three, monkeypatch):
     sender, taken = three.form(), three.take()
-    monkeypatch.setattr(Sender, "_send_filled", lambda self: self._chunks[0])
+    monkeypatch.setattr(Sender, "_send_chunk", lambda self, entries, pieces: None)
     sender.send(iter([("lost", torch.zeros(1)), ("lost too", torch.zeros(1))]))
     for future in taken:
         with pytest.raises(
             GroupError, match=r"received Amount\(tensors=0, bytes=0\), but Amount\(tensors=2, bytes=8\)"
         ):
             future.result()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("rank", 0), ("rank", 4), ("world_size", "4"), ("backend", "mpi"), ("stall_s", 0), ("port", True)],
-)
-def test_a_place_that_is_none_is_refused(field, value):
-    fields = {"name": "n", "host": HOST, "port": 1, "rank": 1, "world_size": 4, "backend": "gloo", "stall_s": 1.0}
-    with pytest.raises((TypeError, ValueError), match=field if field == "world_size" else "broadcast"):
-        GroupPlace(**{**fields, field: value})
 
 
 def test_a_group_of_gpus(monkeypatch):

@@ -14,7 +14,7 @@ from megatron_rl.rollout.servers.client import ServerLost, UpdateInterrupted, We
 from megatron_rl.rollout.servers.pool import PoolLimits, ServerPool
 from megatron_rl.rollout.servers.rendezvous import Address
 from megatron_rl.rollout.servers.run_servers import MainRank
-from megatron_rl.rollout.servers.weight_broadcast import GroupError, Receiver, WeightGroup
+from megatron_rl.rollout.servers.weight_broadcast import Amount, GroupError, Receiver, WeightGroup
 from megatron_rl.rollout.servers.weight_updates import Broadcaster
 from megatron_rl.rollout.weights import checked
 from tests.support.patience import PATIENCE_S
@@ -41,12 +41,12 @@ class Server:
         if not self.alive.is_set():
             raise ServerLost("connection refused", is_final=True)
 
-    async def push(self, weights: Weights) -> dict[str, int]:
+    async def push(self, weights: Weights) -> Amount:
         await self.check_health()
         self.version = None
         if weights.broadcast is None:
             self.version, self.held = weights.version, {}
-            return {"tensors": 0, "bytes": 0}
+            return Amount(0, 0)
         if self.fault == "refuses":
             raise ServerLost("status 500: no such layer", is_final=True)
         try:
@@ -64,7 +64,7 @@ class Server:
         self.version = weights.version
         return amount
 
-    def _take(self, place) -> dict[str, int]:
+    def _take(self, place) -> Amount:
         if self.group is None or self.group.place.name != place.name:
             self.leave()
             self.group = WeightGroup.join(place, place.rank)
@@ -76,7 +76,7 @@ class Server:
             taken[name] = tensor
         amount = receiver.check()
         self.held = taken
-        return {"tensors": amount.tensors, "bytes": amount.bytes - (self.fault == "loses a byte")}
+        return Amount(amount.tensors, amount.bytes - (self.fault == "loses a byte"))
 
     def leave(self) -> None:
         group, self.group = self.group, None
@@ -98,7 +98,7 @@ class World:
         self.broadcaster = Broadcaster(
             self.main,
             lambda weights: checked(weights, {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}),
-            STALL_S,
+            stall_s=STALL_S,
         )
         self.broadcaster.use(self.pool)
 
@@ -245,7 +245,7 @@ def test_a_group_that_a_server_left_for_one_of_its_own_is_not_used_again(world):
     source = Source()
     assert world.broadcaster.push(source, 1)
     member = world.pool.members["a"]
-    world.pool.mark_stale(member)
+    world.pool.mark_stale(member, member.version)
     assert world.broadcaster.may_fill()
     world.broadcaster.fill()
     assert world.ready == ["a", "b"]

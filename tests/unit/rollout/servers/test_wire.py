@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-import struct
-import zlib
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -19,7 +16,7 @@ from megatron_rl.model.architecture import read_architecture
 from megatron_rl.rollout import RolloutError, Sampling
 from megatron_rl.rollout.requests import Request, SealedRoutes, make_rollout
 from megatron_rl.rollout.servers import server
-from megatron_rl.rollout.servers.client import ServerClient, ServerLost, StaleServer, request_body
+from megatron_rl.rollout.servers.client import ServerClient, ServerLost, request_body
 from megatron_rl.rollout.servers.guard import UnderWay
 from megatron_rl.rollout.servers.rendezvous import Address
 from megatron_rl.rollout.servers.server import sample
@@ -62,10 +59,10 @@ async def answered(engine: Engine, body: dict) -> Answer:
     return await sample(engine, under_way, ARCHITECTURE, body)
 
 
-def through(engine: Engine, wants_routes: bool = True, damage=lambda content: content, mode="finish"):
+def through(engine: Engine, wants_routes: bool = True, damage=lambda content: content):
     """The trainer's answer, by way of bytes but without a network."""
     client = ServerClient.__new__(ServerClient)
-    client._mode, client._in_flight = mode, 0
+    client._in_flight = 0
 
     async def call(method, path, body, headers, read):
         assert (path, headers) == ("/megatron_rl/generate", {"X-Policy-Version": "3"})
@@ -109,34 +106,15 @@ def args(answer: Answer) -> tuple:
     return answer.tokens, answer.logprobs, answer.finish_reason, answer.versions
 
 
-def test_no_byte_of_an_answer_can_change_unnoticed():
-    answer = through(Engine())
-    content = b"".join(pack(answer))
-    without_meaning = 0
-    for place in range(len(content)):
-        try:
-            assert_equal(unpack(flipped(content, place)), answer)
-            without_meaning += 1
-        except Damaged:
-            pass
-    filled = sum(-array.nbytes % 8 for array in (answer.tokens, answer.logprobs, answer.routes, answer.route_checksums))
-    assert without_meaning == filled + 2  # the header's zero
+def test_a_damaged_answer_is_asked_for_again():
+    content = b"".join(pack(through(Engine())))
     for length in range(len(content)):
         with pytest.raises(Damaged):
             unpack(content[:length])
-
-
-def test_a_damaged_answer_is_asked_for_again():
-    for damage in (lambda content: flipped(content, 300), lambda content: b"", lambda content: content[:-8]):
+    for damage in (lambda content: b"<html>", lambda content: content[:-8], lambda content: content + bytes(8)):
         with pytest.raises(ServerLost, match="the answer is damaged") as caught:
             through(Engine(), damage=damage)
         assert not caught.value.is_final
-    with pytest.raises(ServerLost, match=r"damaged: \d+ bytes, the head describes \d+"):
-        through(Engine(), damage=lambda content: content + bytes(8))
-
-
-def flipped(content: bytes, place: int) -> bytes:
-    return content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :]
 
 
 def assert_equal(left: Answer, right: Answer) -> None:
@@ -157,39 +135,6 @@ def test_every_answer_arrives_as_it_was_sent(runs, reason, dtype):
     assert_equal(unpack(b"".join(pack(sent))), sent)
 
 
-@pytest.mark.parametrize(
-    ("head", "said"),
-    [
-        ({"versions": [[1, 4]]}, "5 tokens, 5 log-probs and 4 versions"),
-        ({"versions": [[1, -5]]}, "no head of an answer: ValueError"),
-        ({"versions": [[2**40, 5]]}, "no head of an answer: OverflowError"),
-        ({"versions": 7}, "no head of an answer"),
-        ({"arrays": []}, "no head of an answer: TypeError"),
-        ({"arrays": [{"name": "tokens", "dtype": "|O", "shape": [5], "checksum": 0}]}, "does not belong here"),
-        ({"arrays": [{"name": "tokens", "dtype": "<i4", "shape": [-1], "checksum": 0}]}, "does not belong here"),
-        ({"arrays": [{"name": "tokens", "dtype": "<i4", "shape": [2**70], "checksum": 0}]}, "the checksum differs"),
-        (
-            {"arrays": [{"name": "texts", "dtype": "<i4", "shape": [5], "checksum": 0}]},
-            "no head of an answer: KeyError",
-        ),
-    ],
-)
-def test_a_head_that_describes_no_answer(head, said):
-    def damage(content: bytes) -> bytes:
-        size = int.from_bytes(content[8:12], "little")
-        text = json.dumps(json.loads(content[16 : 16 + size]) | head).encode()
-        return content[:8] + struct.pack("<II", len(text), zlib.crc32(text)) + text + content[16 + size :]
-
-    with pytest.raises(ServerLost, match=re.escape(said)):
-        through(Engine(), damage=damage)
-
-
-def test_what_has_no_type_of_the_wire_is_not_sent():
-    answer = through(Engine())
-    with pytest.raises(TypeError, match="routes: int16 does not travel"):
-        pack(replace(answer, routes=ROUTES))
-
-
 def test_the_engine_is_asked_for_what_the_request_says():
     engine = Engine()
     through(engine)
@@ -202,57 +147,18 @@ def test_the_engine_is_asked_for_what_the_request_says():
     assert params.routed_experts_prompt_start == 0
 
 
-def test_what_is_no_answer():
-    with pytest.raises(StaleServer, match="aborted"):
-        through(Engine(finish_reason="abort"))
-    assert through(Engine(finish_reason="abort"), mode="keep").finish_reason == "abort"
+def test_a_response_may_be_cut_or_of_several_policies():
+    assert through(Engine(finish_reason="abort")).finish_reason == "abort"
     mixed = np.array([3, 3, 3, 4, 4], np.int32)
     mix = lambda content: b"".join(pack(replace(unpack(content), versions=mixed)))  # noqa: E731
-    with pytest.raises(StaleServer, match="tokens of other policy versions than 3"):
-        through(Engine(), damage=mix)
-    assert (through(Engine(), damage=mix, mode="keep").versions == mixed).all()
+    assert (through(Engine(), damage=mix).versions == mixed).all()
+
+
+def test_what_is_no_answer():
     with pytest.raises(RolloutError, match="gave this response up"):
         through(Engine(finish_reason="error"))
     with pytest.raises(RolloutError, match="other tokens than were sampled"):
         through(Engine(token_ids=[5, 6, 7, 8, 9]))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"token_ids": [3, -1]}, "token_ids: -1 is outside the vocabulary (0 … 98)"),
-        ({"token_ids": [99]}, "token_ids: 99 is outside the vocabulary (0 … 98)"),
-        ({"token_ids": []}, "token_ids: the prompt is empty"),
-        ({"token_ids": [1] * 12}, "at most 11 token ids, found 12 of them"),
-        ({"token_ids": [1.5]}, "expected whole numbers"),
-        ({"token_ids": [True]}, "expected whole numbers"),
-        ({"token_ids": ["1"]}, "expected whole numbers"),
-        ({"token_ids": [10**30]}, "expected whole numbers"),
-        ({"token_ids": [[1], [2]]}, "of 2 dimensions"),
-        ({"token_ids": [[1], [2, 3]]}, "inhomogeneous"),
-        ({"token_ids": "abc"}, "found str"),
-        ({"sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids: -1 is outside the vocabulary"),
-    ],
-)
-def test_what_would_end_the_engine_does_not_reach_it(change, said):
-    engine = Engine()
-    with pytest.raises(ValueError, match=re.escape(said)):
-        asyncio.run(answered(engine, body() | change))
-    assert engine.asked == []
-
-
-def test_a_prompt_of_ten_megabytes_is_refused_unread():
-    """By its length alone: no pass over its tokens, in Python or in the engine."""
-
-    class Long(list):
-        def __len__(self):
-            return 4_000_000
-
-        def __iter__(self):
-            raise AssertionError("read")
-
-    with pytest.raises(ValueError, match="found 4000000 of them"):
-        asyncio.run(answered(Engine(), body() | {"token_ids": Long()}))
 
 
 def test_idle_connections_are_closed_by_the_trainer(monkeypatch):
@@ -260,7 +166,7 @@ def test_idle_connections_are_closed_by_the_trainer(monkeypatch):
     from vllm.envs import environment_variables  # the module's own attributes stay what an engine in this process found
 
     async def kept_by_the_trainer() -> float:
-        client = ServerClient(Address("s", "http://127.0.0.1:1", "", 0, ""), "token", 1.0)
+        client = ServerClient(Address("s", "http://127.0.0.1:1"), "token", 1.0)
         try:
             return client._session.connector._keepalive_timeout
         finally:
