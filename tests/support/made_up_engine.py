@@ -106,6 +106,3 @@ class MadeUpEngine:
             raise RuntimeError("lost")
         self.weights += 1
         return [{"tensors": 1, "bytes": 4}]
-
-    async def update_weight_version(self, version: str) -> None:
-        self.calls.append(f"version {version}")

@@ -16,9 +16,18 @@ from megatron_rl.rollout.generator import Sampling, sampling_fields
 from megatron_rl.rollout.requests import Request
 from megatron_rl.rollout.servers.rendezvous import Address, printable
 from megatron_rl.rollout.servers.weight_broadcast import Amount, GroupPlace
-from megatron_rl.rollout.servers.wire import IDLE_S, LOAD_HEADER, Answer, Damaged, Load, unpack
+from megatron_rl.rollout.servers.wire import (
+    GENERATE,
+    IDLE_S,
+    LOAD_HEADER,
+    SETTINGS,
+    WEIGHTS,
+    Answer,
+    Damaged,
+    Load,
+    unpack,
+)
 
-SETTINGS, WEIGHTS, GENERATE = "/megatron_rl/settings", "/megatron_rl/weights", "/megatron_rl/generate"
 CONNECT_S = 10.0  # to a server that is there, a connection takes milliseconds
 HEALTH_S = 10.0
 READ_BYTES = 4 << 20  # of an answer that may wait to be read: 8k tokens with routes are 3.3 MB

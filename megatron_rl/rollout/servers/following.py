@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_rl.rollout.generator import RolloutError
 from megatron_rl.rollout.servers.client import ServerClient, ServerError, ServerLost
@@ -26,17 +26,9 @@ CHECK_S = 1.0  # between looks whether the exchange of texts still goes on
 TABLE = "table"
 
 
-class Board(Protocol):
-    """Where texts are left for other ranks."""
-
-    def write(self, name: str, content: dict[str, Any]) -> None: ...
-    def read(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """What was written last under each name; all of them have been written."""
-        ...
-
-
 class StoreBoard:
-    """A `Board` in the store through which the ranks of the job found each other. ``prefix``: of one generator.
+    """Texts for other ranks, in the store through which the ranks of the job found each other. ``prefix``: of one
+    generator.
 
     A connection of its own: it is used by another thread than the one that makes collectives.
     """
@@ -51,6 +43,7 @@ class StoreBoard:
         self._store.set(name, json.dumps(content))
 
     def read(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """What was written last under each name; all of them have been written."""
         return [json.loads(text) for text in self._store.multi_get(list(names))]
 
 
@@ -61,7 +54,7 @@ def note_of(rank: int) -> str:
 class Publisher:
     """Rank 0's side. ``start`` when every follower has written its first note."""
 
-    def __init__(self, members: Members, board: Board, followers: Sequence[int], stop: Callable[[], bool]) -> None:
+    def __init__(self, members: Members, board: StoreBoard, followers: Sequence[int], stop: Callable[[], bool]) -> None:
         self._members, self._board, self._followers, self._stop = members, board, list(followers), stop
         self._ended = dict.fromkeys(self._followers, 0)  # batches that a follower has no more requests of
         self._settled: dict[int, list[int]] = {rank: [] for rank in self._followers}  # complaints that are dealt with
@@ -154,7 +147,7 @@ class Follower(Members):
     def __init__(
         self,
         limits: PoolLimits,
-        board: Board,
+        board: StoreBoard,
         rank: int,
         connect: Callable[[Address], ServerClient],
         stop: Callable[[], bool] = lambda: False,

@@ -37,7 +37,16 @@ import numpy as np
 
 from megatron_rl.rollout.generator import RolloutError
 from megatron_rl.rollout.servers.weight_broadcast import GroupError
-from megatron_rl.rollout.servers.wire import LOAD_HEADER, MEDIA_TYPE, Answer, Meter, pack
+from megatron_rl.rollout.servers.wire import (
+    GENERATE,
+    LOAD_HEADER,
+    MEDIA_TYPE,
+    SETTINGS,
+    WEIGHTS,
+    Answer,
+    Meter,
+    pack,
+)
 
 ALL = np.iinfo(np.int32).max
 
@@ -162,7 +171,6 @@ def _by_token(runs: list[tuple[int, int]], num_tokens: int) -> np.ndarray:
 
 
 VERSION_HEADER = b"x-policy-version"
-SETTINGS, WEIGHTS, GENERATE = "/megatron_rl/settings", "/megatron_rl/weights", "/megatron_rl/generate"
 OF_VLLM = frozenset({"/health", "/metrics"})  # they change nothing
 REFUSED, UNAUTHORIZED, NOT_OFFERED, CONFLICT, FAILED, INTERRUPTED = 400, 401, 404, 409, 500, 503
 NOT_ACCEPTED = 1008  # close code of a WebSocket

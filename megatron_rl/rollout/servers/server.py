@@ -23,17 +23,14 @@ import re
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_rl.config import Recipe
-from megatron_rl.config.learner import PrecisionConfig, rollout_fp32_products
+from megatron_rl.config.learner import rollout_fp32_products
 from megatron_rl.config.model_rules import model_problems, refuse_recipe
-from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.process import fp32_products
@@ -124,7 +121,6 @@ async def replace_weights(
     try:
         await under_way.hold(keep)
         amount = await load(engine, update)
-        await engine.update_weight_version(str(version))
         return amount
     except BaseException:
         await under_way.drop()
@@ -138,53 +134,32 @@ PR_SET_PDEATHSIG = 1
 REQUIRED = process_state.REQUIRED | {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_IDLE_S)}
 
 
-@dataclass(frozen=True)
-class ServerSpec:
-    """Everything that one server is started from."""
-
-    config: RolloutConfig
-    precision: PrecisionConfig
-    model_path: Path
-    max_prompt_length: int
-    record_routes: bool
-    device: str  # cpu | cuda
-    run_dir: Path
-    name: str  # of its file in the run directory
-    host: str  # interface to listen on
-    port: int  # 0: any free one
-    token: str
-
-
-def run_server(spec: ServerSpec, say: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT. ``say``: told once, when the server can be used.
-
-    Raises `InputError` where the address cannot be listened on, `RolloutError` where weight updates corrupt the engine.
-    """
-    listener = _listen(spec.host, spec.port)
+def _run(recipe: Recipe, device: str, name: str, token: str, listener: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT. Raises `RolloutError` where weight updates corrupt the engine."""
     os.register_at_fork(after_in_child=end_with_parent)  # the engine's process goes with this one
-    for name, value in process_state.DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    for variable, value in process_state.DEFAULTS.items():
+        os.environ.setdefault(variable, value)
     os.environ.update(REQUIRED)
     os.environ.pop("VLLM_API_KEY", None)  # the guard asks for the token, on every route
-    if spec.device == "cpu":
+    if device == "cpu":
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else two servers take the same core
-    process_state.settle_sums(spec.config, spec.device)
+    process_state.settle_sums(recipe.rollout, device)
     import uvloop
 
-    uvloop.run(_serve(spec, listener, say))
+    uvloop.run(_serve(recipe, device, name, token, listener))
 
 
-async def _serve(spec: ServerSpec, listener: socket.socket, say: Callable[[str], None]) -> None:
+async def _serve(recipe: Recipe, device: str, name: str, token: str, listener: socket.socket) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.entry import build_and_serve
     from vllm.v1.engine.async_llm import AsyncLLM
 
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    address = Address(spec.name, url, os.getpid(), socket.gethostname())
-    arguments = _arguments(spec, host, port)
+    address = Address(name, url, os.getpid(), socket.gethostname())
+    arguments = _arguments(recipe, device, host, port)
     engine_config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
-    if spec.device == "cpu":
+    if device == "cpu":
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform asks for spawn
         from megatron_rl.rollout import cpu_engine
 
@@ -192,18 +167,18 @@ async def _serve(spec: ServerSpec, listener: socket.socket, say: Callable[[str],
     engine = AsyncLLM.from_vllm_config(engine_config, disable_log_stats=True)
     published = None
     try:
-        if runs_eagerly(spec.config, spec.device):
+        if runs_eagerly(recipe.rollout, device):
             await engine.collective_rpc("run_eagerly")
-        await _prepare_weights(engine, spec)
-        guard.STATE.settings = await _settings(engine, spec, address)
-        architecture = read_architecture(spec.model_path) if spec.record_routes else None
+        await _prepare_weights(engine, recipe.rollout.verify_refit)
+        guard.STATE.settings = await _settings(engine, recipe, device, name)
+        architecture = read_architecture(recipe.model.path) if recipe.routing.needs_engine_routes else None
         under_way = UnderWay(engine)
         guard.STATE.replace = partial(replace_weights, engine, under_way)
         guard.STATE.meter = Meter(engine, under_way)
         guard.STATE.sample = partial(sample, engine, under_way, architecture)
-        guard.STATE.token = spec.token
-        published = publish(spec.run_dir, address)
-        say(f"server {spec.name} at {url}, process {os.getpid()}")
+        guard.STATE.token = token
+        published = publish(recipe.run_dir, address)
+        print(f"server {name} at {url}, process {os.getpid()}", flush=True)
         shutdown = await build_and_serve(engine, url, listener, arguments)
     finally:
         if published is not None:
@@ -212,19 +187,19 @@ async def _serve(spec: ServerSpec, listener: socket.socket, say: Callable[[str],
     await shutdown
 
 
-def _arguments(spec: ServerSpec, host: str, port: int) -> Any:
+def _arguments(recipe: Recipe, device: str, host: str, port: int) -> Any:
     """vLLM's parsed command line, as if this server's settings had been typed."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     wanted = server_arguments(
-        spec.config,
-        spec.model_path,
-        spec.device,
-        spec.max_prompt_length,
-        record_routes=spec.record_routes,
-        precision=spec.precision,
+        recipe.rollout,
+        recipe.model.path,
+        device,
+        recipe.data.prompt.max_length,
+        record_routes=recipe.routing.needs_engine_routes,
+        precision=recipe.precision,
     )
     wanted |= {
         "host": host,
@@ -242,12 +217,12 @@ def _arguments(spec: ServerSpec, host: str, port: int) -> Any:
     return arguments
 
 
-async def _prepare_weights(engine: Any, spec: ServerSpec) -> None:
-    """Make weight updates possible, and prove that one with the same weights changes nothing."""
+async def _prepare_weights(engine: Any, verifies: bool) -> None:
+    """Make weight updates possible; with ``verifies``, prove that one with the same weights changes nothing."""
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
     await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-    if not spec.config.verify_refit:
+    if not verifies:
         return
     before = (await engine.collective_rpc("checksums"))[0]
     await load(engine, {"files": []})
@@ -255,23 +230,23 @@ async def _prepare_weights(engine: Any, spec: ServerSpec) -> None:
     check_own_refit(before, after)
 
 
-async def _settings(engine: Any, spec: ServerSpec, address: Address) -> dict[str, Any]:
+async def _settings(engine: Any, recipe: Recipe, device: str, name: str) -> dict[str, Any]:
     """What the trainer compares with its recipe, and the rollout column of its precision contract."""
     from megatron_rl.rollout.precision import described
 
     precision = described(engine.model_config, (await engine.collective_rpc("describe"))[0])
     agreed = agreed_settings(
-        spec.config,
-        spec.model_path,
-        spec.max_prompt_length,
-        record_routes=spec.record_routes,
-        precision=spec.precision,
+        recipe.rollout,
+        recipe.model.path,
+        recipe.data.prompt.max_length,
+        record_routes=recipe.routing.needs_engine_routes,
+        precision=recipe.precision,
     )
     return {
-        "name": address.name,
+        "name": name,
         "agreed": agreed,
         "precision": precision,
-        "backend": "gloo" if spec.device == "cpu" else "nccl",  # of a broadcast of weights
+        "backend": "gloo" if device == "cpu" else "nccl",  # of a broadcast of weights
         "workers": engine.vllm_config.parallel_config.world_size,  # that take weights, each with a rank in a broadcast
     }
 
@@ -332,17 +307,5 @@ def serve(
         end_with_parent(signal.SIGTERM)
     device = default_device() if recipe.runtime.device == "auto" else recipe.runtime.device
     fp32_products.settle(rollout_fp32_products(recipe.rollout.dtype, recipe.precision), device)
-    spec = ServerSpec(
-        config=recipe.rollout,
-        precision=recipe.precision,
-        model_path=recipe.model.path,
-        max_prompt_length=recipe.data.prompt.max_length,
-        record_routes=recipe.routing.needs_engine_routes,
-        device=device,
-        run_dir=recipe.run_dir,
-        name=name or f"{socket.gethostname()}-{os.getpid()}",
-        host=host,
-        port=port,
-        token=token,
-    )
-    run_server(spec, say=lambda text: print(text, flush=True))
+    name = name or f"{socket.gethostname()}-{os.getpid()}"
+    _run(recipe, device, name, token, _listen(host, port))

@@ -56,7 +56,7 @@ class Broadcaster:
     """The same object on every rank; `push` and `fill` are collective. ``pool``: rank 0's, from `use` on.
 
     ``checked``: wraps a stream in `weights.checked`. ``refused``: why weights go through files; "" where they do
-    not. ``amount``: what the last broadcast sent.
+    not.
     """
 
     def __init__(self, main: MainRank, checked: Checked, refused: str = "", stall_s: float = STALL_S) -> None:
@@ -67,7 +67,6 @@ class Broadcaster:
         self._joined: list[int] = []  # numbers of the members that the group has
         self._tried: set[int] = set()  # that `fill` gave up on, until the next update
         self._source: Stream = ()
-        self.amount = Amount(0, 0)
 
     def use(self, pool: ServerPool) -> None:
         """On rank 0."""
@@ -144,7 +143,7 @@ class Broadcaster:
         try:
             if not was_kept:
                 group.form()
-            self.amount = group.sent = sender.send(stream)
+            group.sent = sender.send(stream)
         except GroupError as error:
             group.close(str(error))
         except BaseException:

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+SETTINGS, WEIGHTS, GENERATE = "/megatron_rl/settings", "/megatron_rl/weights", "/megatron_rl/generate"
 MEDIA_TYPE = "application/octet-stream"
 # A connection that is idle is closed by the trainer, long before the server would: a request that meets a closing one
 # fails unread, and a weight update that fails costs the run a server.

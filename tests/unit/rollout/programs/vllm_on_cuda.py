@@ -96,22 +96,10 @@ def of_server(recipe: Any, model: Path, ranks: int) -> Any:
     def stop(config: Any, **_: Any) -> None:
         raise Captured(config)
 
-    spec = server.ServerSpec(
-        config=recipe.rollout,
-        precision=recipe.precision,
-        model_path=model,
-        max_prompt_length=recipe.data.prompt.max_length,
-        record_routes=recipe.routing.needs_engine_routes,
-        device="cuda",
-        run_dir=model,
-        name="a",
-        host="127.0.0.1",
-        port=0,
-        token="",
-    )
-    with server._listen(spec.host, spec.port) as listener, mock.patch.object(AsyncLLM, "from_vllm_config", stop):
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": model})})
+    with server._listen("127.0.0.1", 0) as listener, mock.patch.object(AsyncLLM, "from_vllm_config", stop):
         try:
-            asyncio.run(server._serve(spec, listener, print))
+            asyncio.run(server._serve(recipe, "cuda", "a", "", listener))
         except Captured as captured:
             return captured.config
     raise AssertionError("vLLM was not reached")

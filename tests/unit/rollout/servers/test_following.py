@@ -22,7 +22,7 @@ NAMES = [f"s{i}" for i in range(6)]
 
 
 class Board:
-    """A `following.Board` in this process."""
+    """A `following.StoreBoard` in this process."""
 
     def __init__(self) -> None:
         self.texts: dict[str, dict] = {}

@@ -110,7 +110,7 @@ def test_an_update_that_cuts_ends_every_response_with_what_it_has():
     responses, calls = play(scene)
     assert responses == [("abort", [0] * 4)] * 2
     abort = ["abort response-0", "abort response-1"]
-    assert calls == ["pause keep False", *abort, "replace_weights ['f']", "version 1", "resume"]
+    assert calls == ["pause keep False", *abort, "replace_weights ['f']", "resume"]
 
 
 def test_a_response_without_a_token_does_not_go_on():
@@ -164,7 +164,7 @@ def test_an_idle_engine_is_not_paused():
         await s.replace(keep=True)
         return s.engine.calls
 
-    assert play(scene) == ["replace_weights ['f']", "version 1"]
+    assert play(scene) == ["replace_weights ['f']"]
 
 
 def test_a_request_for_weights_that_are_gone():
@@ -200,7 +200,7 @@ def test_a_response_that_nobody_waits_for_is_aborted():
         await s.replace(keep=True)
         return s.engine.calls
 
-    assert play(scene) == ["abort response-0", "replace_weights ['f']", "version 1"]
+    assert play(scene) == ["abort response-0", "replace_weights ['f']"]
 
 
 def test_an_engine_whose_outputs_nobody_processes_fails_the_update():
