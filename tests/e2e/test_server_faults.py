@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from megatron_rl.config.sections import OversampleConfig
 from megatron_rl.data import PromptSampler, PromptSet
 from megatron_rl.errors import InputError
-from megatron_rl.rollout.generator import RolloutError, RolloutInterrupted, Sampling
+from megatron_rl.rollout.generator import RolloutError, RolloutInterrupted
 from megatron_rl.rollout.servers import weight_broadcast, weight_updates
 from megatron_rl.rollout.servers.generator import ServerGenerator
 from megatron_rl.rollout.servers.pool import Member
@@ -32,7 +32,6 @@ from megatron_rl.rollout.servers.weight_broadcast import GroupError
 from megatron_rl.run.lookahead import Oversampling, staleness_metrics
 from megatron_rl.types import Group
 from tests.e2e import in_flight
-from tests.e2e.hf_reference import assert_same
 from tests.e2e.in_flight import (
     TOKEN,
     assert_sampled_as_said,

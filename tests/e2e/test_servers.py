@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import signal
 import time
 import urllib.error
 import urllib.request
@@ -24,10 +23,10 @@ from megatron_rl.rollout.servers.client import ServerClient
 from megatron_rl.rollout.servers.dispatch import TalkLoop
 from megatron_rl.rollout.servers.generator import ServerGenerator
 from megatron_rl.rollout.servers.guard import GENERATE
-from megatron_rl.rollout.servers.rendezvous import Address, folder, read
+from megatron_rl.rollout.servers.rendezvous import Address, folder
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.routing import route_checksums
-from megatron_rl.types import Group, Prompt
+from megatron_rl.types import Group
 from tests.e2e.hf_reference import assert_same as assert_same_by
 from tests.e2e.hf_reference import flat, perturbed, prompts
 from tests.e2e.in_flight import wait
@@ -194,16 +193,6 @@ class TestTwoServers:
         assert status(address, "/", None, "GET", **upgrade, **{"Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="}) < 500
         body = json.dumps({"token_ids": [3, 4], "sampling_params": {"max_tokens": 1}}).encode()
         assert status(address, GENERATE, TOKEN, body=body, **headers) == 200
-
-    @pytest.mark.slow
-    def test_a_server_that_was_killed_is_started_again_and_gets_the_next_weights(self, generator):
-        pool = generator._servers.pool
-        stop(pool.ready[0].address, signal.SIGKILL)
-        wait(generator, lambda: any(member.lost for member in pool.members.values()))
-        wait(generator, lambda: not any(member.lost for member in pool.members.values()))
-        generator.refit(perturbed(3).items(), 5)
-        assert generator.rollout(prompts(8), 4, policy_version=5, step=6)
-        assert generator.stats()["rollout/servers"] == 2
 
 
 async def settings_of(address: Address) -> dict:
