@@ -38,14 +38,14 @@ def test_a_link_far_slower_than_its_kind_is_bad():
 
 
 def test_a_link_with_a_problem_is_bad_and_no_measure_for_others():
-    speeds_of_links = links(100, 90, 0, 95)
+    speeds_of_links = made_up(100, 90, 0, 95)
     speeds_of_links[2]["problem"] = "all_reduce gave wrong values"
     assert judge_links(speeds_of_links, True) == ["ranks 2: all_reduce gave wrong values"]
 
 
 def outcome(device: str, *problems: str):
     whole = {"ranks": "all", "kind": "all", "problem": "", "all_reduce": 2.0, "all_to_all": 3.0}
-    speeds_of_links = [*links(*[1.0] * len(problems)), whole]
+    speeds_of_links = [*made_up(*[1.0] * len(problems)), whole]
     for link, problem in zip(speeds_of_links, problems):
         link["problem"] = problem
     return rates._outcome(speeds_of_links, len(problems), device)
