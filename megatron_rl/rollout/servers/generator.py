@@ -117,7 +117,7 @@ class Sampler:
                     members,
                     bodies,
                     names[: len(known)],
-                    most,
+                    self._config.max_num_seqs,
                     share=(servers.fetchers.index(world_rank()), len(servers.fetchers)),
                     balance=balance,
                     line=self._line,
