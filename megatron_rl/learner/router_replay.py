@@ -42,7 +42,7 @@ from megatron_rl.routing import (
 )
 from megatron_rl.routing.layout import CheckedRoutes, parts_in
 from megatron_rl.routing.payload import malformed_error, malformed_on, missing_id
-from megatron_rl.types import Batch, Sequence
+from megatron_rl.types import Batch, Rollout
 
 # native: routers decide. watch: they decide, and are compared with the routes on record. replay: those on record are
 # used (and compared). record: routers decide, and what they chose is kept.
@@ -121,7 +121,7 @@ class RouterReplayer:
 
     # -- one rank's share of the routes
 
-    def slice(self, sequences: list[Sequence], microbatch: Microbatch) -> RouteSlice:
+    def slice(self, sequences: list[Rollout], microbatch: Microbatch) -> RouteSlice:
         """Routes of this rank's tokens and layers, verified. Raises `RouteError`.
 
         A row that a pass of the same step has had already is the same slice.
@@ -247,12 +247,12 @@ class RouterReplayer:
         for row, padded in rows.items():
             starts = np.cumsum([0, *padded]).tolist()
             for i, start in zip(row, starts):  # padding at the end belongs to none
-                routes[i] = whole[row][start : start + batch.sequences[i].length]
+                routes[i] = whole[row][start : start + batch.sequences[i].whole_length]
         for i, routed in routes.items():
             # As an engine reports them: the last token predicts nothing, so its route is left out.
             sequence = batch.sequences[i]
             sequence.routed_experts = routed[:-1]
-            sequence.route_checksums = route_checksums(sequence.id, sequence.tokens, routed[:-1])
+            sequence.route_checksums = route_checksums(sequence.id, sequence.whole, routed[:-1])
 
     def _of_replica(self, pieces: list[Piece]) -> Iterator[Piece]:
         """The pieces of one rank of this replica after the other."""

@@ -37,7 +37,7 @@ class Request:
 
     @property
     def sequence_id(self) -> str:
-        """`types.Sequence.id` of what this becomes."""
+        """`types.Rollout.id` of what this becomes."""
         return sequence_id(self.prompt.id, self.sample, self.occurrence)
 
 
@@ -174,9 +174,8 @@ def make_rollout(
     elif architecture is not None:  # sealed where the routes arrive, so that every later change is noticed
         sealed = seal_routes(where, request.sequence_id, request.prompt.tokens, tokens, routes, architecture)
     return Rollout(
-        prompt_id=request.prompt.id,
-        sample=request.sample,
-        occurrence=request.occurrence,
+        id=request.sequence_id,
+        prompt=request.prompt.tokens,
         tokens=np.asarray(tokens, dtype=np.int32),
         inference_logprobs=inference_logprobs,
         finish_reason=finish_reason,
@@ -195,16 +194,15 @@ def elsewhere(
 ) -> Rollout:
     """What a rank knows of a response that another one holds."""
     return Rollout(
-        request.prompt.id,
-        request.sample,
+        request.sequence_id,
+        request.prompt.tokens,
+        None,
         None,
         None,
         finish_reason,
-        None,
         length=length,
         num_sampled=num_sampled,
         num_turns=num_turns,
-        occurrence=request.occurrence,
     )
 
 

@@ -17,7 +17,7 @@ import torch
 
 from megatron_rl.errors import Fault
 from megatron_rl.model.architecture import Architecture
-from megatron_rl.types import Sequence
+from megatron_rl.types import Rollout
 
 
 class RouteError(Fault):
@@ -187,7 +187,7 @@ def malformed_error(
 
 
 def checked_routes(
-    sequence: Sequence, shape: RouteShape, malformed: Literal["error", "fallback"], checks_rows: bool = True
+    sequence: Rollout, shape: RouteShape, malformed: Literal["error", "fallback"], checks_rows: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the sequence's checked routes [S - 1, L, K] of ``shape.dtype`` and their seals [S - 1, L].
 
@@ -197,17 +197,17 @@ def checked_routes(
     routes, where = sequence.routed_experts, f"sequence {sequence.id}"
     if routes is None or sequence.route_checksums is None:
         raise RouteError(f"{where}: it has no routes or no route checksums; was it sampled without recording them?")
-    due = (len(sequence.tokens) - 1, len(shape.layers), shape.topk)
+    due = (sequence.whole_length - 1, len(shape.layers), shape.topk)
     if routes.shape != due:
         raise RouteError(
             f"{where}: routes of shape {routes.shape}, expected {due}: {sequence.prompt_length} prompt tokens + "
-            f"{sequence.response_length} response tokens - 1, MoE layers, experts per token"
+            f"{sequence.length} response tokens - 1, MoE layers, experts per token"
         )
     wrong = malformed_rows(routes, shape.num_experts) if checks_rows else np.zeros(due[:2], dtype=bool)
     if wrong.any() and malformed == "error":
         token, layer = (int(x) for x in np.argwhere(wrong)[0])
         raise malformed_error(where, shape, layer, token, routes[token, layer], f"{wrong.sum()} in the sequence")
-    keys = token_keys(sequence.tokens[:-1], np.arange(due[0]), sequence_key(sequence.id))
+    keys = token_keys(sequence.whole[:-1], np.arange(due[0]), sequence_key(sequence.id))
     seals = route_seals(keys, routes, range(due[1]))
     check_checksums(sequence.id, seals, sequence.route_checksums)
     if wrong.any():

@@ -107,7 +107,7 @@ def test_another_layout_gives_the_same(tools, on_two_ranks, plain, limits):
     one, two = tools["fp32"]["json"]["replayed"], on_two_ranks["replayed"]
     for name in ("actor/pg_loss", "actor/grad_norm", "mismatch/rho_std", "actor/entropy"):
         assert abs(one[name] - two[name]) <= limits.of_metric(name), name
-    choices = 4 * sum(len(s.tokens) - 1 for s in plain["batches"][0].sequences)
+    choices = 4 * sum(s.whole_length - 1 for s in plain["batches"][0].sequences)
     assert abs(one["router/agree_frac"] - two["router/agree_frac"]) <= sum(limits.ties) / choices < 0.01
 
 

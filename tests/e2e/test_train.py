@@ -327,7 +327,7 @@ def test_two_ranks_train_like_one(root, layout, log_rho, batches, limits):
     name = layout[0].split(".")[-1].replace("=", "")
     succeeded(train_two(root, name, *layout, forked="tensor" in layout[0]))
     rows = metrics(root, name), metrics(root, "whole")[:STEPS]
-    tokens = [sum(s.response_length for s in batch.sequences) for batch in batches]
+    tokens = [sum(s.length for s in batch.sequences) for batch in batches]
     assert limits.ties[0] == 0
     for step, (got, want, ties) in enumerate(zip(*rows, limits.ties, strict=True)):
         if ties:
@@ -437,7 +437,7 @@ def test_kept_sets_leave_no_more_than_rounding_between_the_engines(tmp_path):
     assert all(0 < row["training/rollout_probs_diff_max"] <= largest for row in metrics(tmp_path, "kept"))
     batch = load_batch(batch_path(tmp_path / "kept" / "batches", 0)).batch
     kept = np.concatenate([s.kept_tokens for s in batch.sequences])
-    sampled = np.concatenate([s.tokens[s.prompt_length :] for s in batch.sequences])
+    sampled = np.concatenate([s.tokens for s in batch.sequences])
     assert (kept == sampled[:, None]).any(axis=1).all()
     assert (kept >= 0).sum(axis=1).min() < (kept >= 0).sum(axis=1).max() <= 8
 

@@ -10,12 +10,13 @@ from megatron_rl.data import PromptSet
 from megatron_rl.data.sampler import read_success_rates
 from megatron_rl.evaluate import within_budget, write_success_rates
 from megatron_rl.types import Group, Prompt, Rollout
+from tests.support.groups import any_response
 
 
 def rollout(tokens: list[int], reason: str) -> Rollout:
     return Rollout(
-        prompt_id="p",
-        sample=0,
+        id="p/0",
+        prompt=[1],
         tokens=np.array(tokens, dtype=np.int32),
         inference_logprobs=-np.arange(len(tokens), dtype=np.float32),
         finish_reason=reason,
@@ -35,7 +36,7 @@ def test_longer_responses_are_cut_and_truncated():
 
 def group(name: str, rewards: list[float], source: str = "", cut: int = 0) -> Group:
     rollouts = [
-        Rollout(name, i, np.ones(i + 1, np.int32), None, "length" if i < cut else "stop", None, raw_reward=reward)
+        any_response(f"{name}/{i}", i + 1, "length" if i < cut else "stop", raw_reward=reward)
         for i, reward in enumerate(rewards)
     ]
     return Group(Prompt(name, [1], "0", data_source=source), rollouts)

@@ -20,7 +20,7 @@ import torch
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.routing import RouteShape, RouteSlice, pack_routes, packed_keys, route_checksums
-from megatron_rl.types import Batch, Sequence
+from megatron_rl.types import Batch, Rollout
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -38,12 +38,11 @@ def rollouts(shape: RouteShape, num_sequences: int, length: int) -> Batch:
         prompt, tokens = length // 8, random.integers(3, 98, length)
         scores = random.random((length - 1, len(shape.layers), shape.num_experts), dtype=np.float32)
         routes = np.argpartition(scores, shape.topk, axis=-1)[..., : shape.topk].astype(shape.dtype)
-        s = Sequence(
+        s = Rollout(
             id=f"bench:{i}/0",
-            tokens=tokens,
-            prompt_length=prompt,
+            prompt=tokens[:prompt],
+            tokens=tokens[prompt:].astype(np.int32),
             inference_logprobs=np.full(length - prompt, -1.0, dtype=np.float32),
-            loss_mask=np.ones(length - prompt, dtype=bool),
             advantage=float(i % 2) - 0.5,
             reward=float(i % 2),
             policy_versions=np.zeros(length - prompt, dtype=np.int32),
@@ -72,10 +71,10 @@ def step_costs(batch: Batch, shape: RouteShape, repeats: int, device: str = "cpu
     pipeline parallelism: with them a rank slices its part alone.
     """
     sequences, config = batch.sequences, RoutingConfig(replay="r3")
-    num_tokens, layers = sum(s.length for s in sequences), range(len(shape.layers))
+    num_tokens, layers = sum(s.whole_length for s in sequences), range(len(shape.layers))
     packed = pack_routes(sequences, 0, shape, config)
-    tokens, positions = (np.concatenate(x) for x in zip(*((s.tokens, np.arange(s.length)) for s in sequences)))
-    keys = packed_keys(tokens, positions, [s.id for s in sequences], [s.length for s in sequences])
+    tokens, positions = (np.concatenate(x) for x in zip(*((s.whole, np.arange(s.whole_length)) for s in sequences)))
+    keys = packed_keys(tokens, positions, [s.id for s in sequences], [s.whole_length for s in sequences])
 
     def take() -> RouteSlice:
         routes = packed.take([(0, num_tokens)], layers)
@@ -85,7 +84,7 @@ def step_costs(batch: Batch, shape: RouteShape, repeats: int, device: str = "cpu
 
     taken = take()
     costs = {
-        "seal": lambda: [route_checksums(s.id, s.tokens, s.routed_experts) for s in sequences],
+        "seal": lambda: [route_checksums(s.id, s.whole, s.routed_experts) for s in sequences],
         "check": lambda: pack_routes(sequences, 0, shape, config),
         "slice": take,
         "pass": lambda: taken.on(torch.device(device)),

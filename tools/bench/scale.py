@@ -101,7 +101,7 @@ def reward_seconds(quick: bool) -> float:
     text = "Let $x$ be a real number with $x^2 = 2x$, so that we have to look at two cases. " * 400
     boxed = (r"\boxed{\sqrt{\frac{3}{4}}}", r"\boxed{\frac{3}{7}}")
     none, count = np.zeros(0, dtype=np.float32), 8 if quick else 32
-    rollouts = [Rollout("x", i, none, none, "stop", none, text=text + boxed[i % 2]) for i in range(count)]
+    rollouts = [Rollout(f"x/{i}", [1], none, none, none, "stop", text=text + boxed[i % 2]) for i in range(count)]
     group, seconds = Group(Prompt("x", [1], r"\frac{\sqrt{3}}{2}"), rollouts), []
     with Rewarder(RewardConfig(name="math", num_workers=1), 8192) as rewarder:
         rewarder.score([group])

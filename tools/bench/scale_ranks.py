@@ -20,7 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.batch import build_batch, group_metrics, release_routes
+from megatron_rl.batch import build_batch, group_metrics
 from megatron_rl.config import Recipe
 from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.learner.learner import Learner
@@ -205,7 +205,6 @@ class _Step:
         with meter.stage("batch"):
             group_metrics(groups)
             batch = build_batch(0, groups, recipe.batch, recipe.objective)
-            release_routes(groups)
         makes_pass = recipe.objective.needs_old_logprobs(len(batch.minibatches))
         with meter.stage("exchange"):
             learner = SimpleNamespace(passes=self.passes, replicas=self.replicas)
@@ -241,7 +240,7 @@ class _Step:
 
     def _hand_over(self, batch: Any, in_pass: list[int], in_update: list[int]) -> None:
         local_rows = [i for i, home in enumerate(in_pass) if home == self.replicas.own and speaks()]
-        logprobs = {i: np.zeros(batch.sequences[i].response_length, dtype=np.float32) for i in local_rows}
+        logprobs = {i: np.zeros(batch.sequences[i].length, dtype=np.float32) for i in local_rows}
         handed_over = hand_over_logprobs(batch, logprobs, in_pass, in_update, self.replicas)
         for i, sequence in enumerate(batch.sequences):
             sequence.old_logprobs = handed_over.get(i)

@@ -18,7 +18,8 @@ from megatron_rl.data import PromptSampler, PromptSet, make_sampler
 from megatron_rl.data.sampler import CurriculumSampler, read_success_rates
 from megatron_rl.errors import InputError
 from megatron_rl.run.lookahead import Begun
-from megatron_rl.types import Group, Prompt, Rollout
+from megatron_rl.types import Group, Prompt
+from tests.support.groups import any_response
 from tests.support.tiny import tiny_recipe
 
 MEASURED = {"easy_threshold": 0.9, "hard_threshold": 0.1}
@@ -123,10 +124,7 @@ def test_without_unbiased_every_weight_is_one():
 
 def test_a_weight_multiplies_the_groups_advantages():
     def group(name: str, weight: float) -> Group:
-        responses = [
-            Rollout(name, i, np.ones(2, np.int32), np.zeros(2, np.float32), "stop", np.zeros(2, np.int32), reward=i)
-            for i in range(2)
-        ]
+        responses = [any_response(f"{name}/{i}", 2, reward=i) for i in range(2)]
         return Group(Prompt(name, [1], "0", weight=weight), responses)
 
     recipe = tiny_recipe()

@@ -28,7 +28,7 @@ def damaged(malformed: str):
     with_routes(batch, routes)
     config = RoutingConfig(replay="r3", malformed=malformed)
     packed = pack_routes(batch.sequences, 0, SHAPE, config, CheckedRoutes(checks_rows=False))
-    total = sum(s.length for s in batch.sequences)
+    total = sum(s.whole_length for s in batch.sequences)
     replayer = SimpleNamespace(config=config, shape=SHAPE, layers=[0, 2], device=torch.device("cpu"))
     return replayer, packed.take([(2, total)], [0, 2]), batch.sequences
 
@@ -59,7 +59,7 @@ def test_a_row_of_the_same_step_is_sliced_once_unless_its_routes_are_others(monk
 
 def test_or_it_is_left_to_the_router():
     replayer, routes, sequences = damaged("fallback")
-    before, row = routes.experts.copy(), sequences[0].length - 2 + 4
+    before, row = routes.experts.copy(), sequences[0].whole_length - 2 + 4
     RouterReplayer._check_rows(replayer, routes)
     routes.settle()
     assert routes.num_missing == 1

@@ -10,14 +10,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.monitor import Monitor
-from megatron_rl.types import Batch, Sequence
+from megatron_rl.types import Batch, Rollout
+from tests.support.groups import any_response
 
 
-def sequence(prompt: int, response: int, advantage: float, masked: int = 0) -> Sequence:
-    mask = np.arange(response) >= masked
-    return Sequence(
-        "p/0", np.zeros(prompt + response), prompt, np.zeros(response), mask, advantage, 1.0, np.zeros(response)
-    )
+def sequence(prompt: int, length: int, advantage: float, masked: int = 0) -> Rollout:
+    mask = np.arange(length) >= masked
+    return any_response("p/0", length, prompt=[1] * prompt, sampled=mask, advantage=advantage)
 
 
 def test_the_same_numbers_under_both_names(tmp_path):

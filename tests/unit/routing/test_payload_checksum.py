@@ -49,7 +49,7 @@ def test_the_changed_token_and_layer_are_named():
 
 def test_a_slice_held_against_other_tokens_or_layers_is_refused():
     batch = batch_with_routes()
-    total = sum(len(s.tokens) for s in batch.sequences)
+    total = sum(s.whole_length for s in batch.sequences)
     (first, keys_0, layers), (second, keys_1, _) = slices(batch, -total % 2, 2, [[0, 1, 2, 3]])
     first.verify(keys_0, layers, SHAPE)
     with pytest.raises(RouteError, match=r"sequence train:0/0, layer 0, token 0: .* another token or layer"):

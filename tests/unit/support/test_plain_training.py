@@ -64,7 +64,7 @@ def test_replay_takes_the_recorded_experts(models):
     single, double = by_model.values()
     limit = bound_from_double(single.numpy(), double.numpy(), LONGEST_SUM)
     limit *= unit_roundoff(torch.float64) / unit_roundoff(torch.float32)
-    ends = np.cumsum([len(s.tokens) - 1 for s in batch.sequences])[:-1]
+    ends = np.cumsum([s.whole_length - 1 for s in batch.sequences])[:-1]
     chosen = np.stack([np.argsort(scores, axis=1)[:, -TOPK:] for scores in seen], axis=1)
     for s, routes in zip(batch.sequences, np.split(chosen, ends), strict=True):
         s.routed_experts = routes.astype(np.int16)
@@ -73,7 +73,7 @@ def test_replay_takes_the_recorded_experts(models):
     batch.sequences[0].routed_experts = (batch.sequences[0].routed_experts + 4) % 8
     with watched_routers(models[1], batch, [], replay=True):
         apart = (logprobs(models[1], batch) - double).abs()
-    first = batch.sequences[0].response_length
+    first = batch.sequences[0].length
     assert float(apart[:first].min()) > limit
     assert float(apart[first:].max()) <= limit
 

@@ -114,8 +114,8 @@ def test_improbable_tokens_are_counted_where_they_are_trained(tmp_path):
     for step in range(lab_pilots.STEPS):
         batch = stored_rollouts(step)
         for number, sequence in enumerate(batch.sequences):
-            sequence.loss_mask = np.arange(sequence.response_length) == 0
-            sequence.old_logprobs = np.full(sequence.response_length, math.log(0.05), np.float32)
+            sequence.sampled, sequence.num_sampled = np.arange(sequence.length) == 0, 1
+            sequence.old_logprobs = np.full(sequence.length, math.log(0.05), np.float32)
             sequence.old_logprobs[0] = math.log(0.5 if number else 0.05)
         record_batch(run.batches, batch, 0)
     assert lab_pilots.share_of_low(run, low_prob=0.01) == 0.0
