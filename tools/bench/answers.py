@@ -30,7 +30,7 @@ from megatron_rl.instruments.plan.hardware import TURNS
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.rollout.conversation import Client, Conversation, Turn
 from megatron_rl.rollout.generator import Sampling
-from megatron_rl.rollout.requests import SealedRoutes, make_requests, make_rollout, seal_routes
+from megatron_rl.rollout.requests import make_requests, seal_routes
 from megatron_rl.rollout.servers.client import ServerClient, Weights, request_body
 from megatron_rl.rollout.servers.dispatch import Dispatch
 from megatron_rl.rollout.servers.pool import PoolLimits, ServerPool
@@ -77,18 +77,7 @@ async def fetch(pool: ServerPool, requests: list, sampling: Sampling, shape: Arc
     dispatch = Dispatch(pool, bodies, [request.sequence_id for request in requests], concurrency=16, retries=0)
     rollouts = []
     async for index, answer in dispatch.completions():
-        sealed = None if shape is None else SealedRoutes(answer.routes, answer.route_checksums)
-        rollouts.append(
-            make_rollout(
-                requests[index],
-                answer.tokens,
-                answer.logprobs,
-                answer.finish_reason,
-                answer.versions,
-                sealed,
-                shape,
-            )
-        )
+        rollouts.append(requests[index].rollout_of(answer))
     return rollouts
 
 
@@ -183,7 +172,7 @@ def stitching(length: int, turns: int, shape: Architecture | None) -> float:
     made, routes = (conversation.response, conversation.sampled, conversation.logprobs), conversation.routes
     seconds = time.process_time() - start
     assert len(made[0]) == len(whole) - PROMPT - half
-    assert shape is None or len(routes.routes) == first
+    assert shape is None or len(routes[0]) == first
     return seconds
 
 

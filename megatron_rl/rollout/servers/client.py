@@ -36,13 +36,13 @@ from megatron_rl.rollout.servers.wire import (
     IDLE_S,
     LOAD_HEADER,
     MEDIA_TYPE,
-    Answer,
     Damaged,
     Expected,
     Load,
     ModelLimits,
     unpack,
 )
+from megatron_rl.types import Rollout
 
 SETTINGS, WEIGHTS, GENERATE = "/megatron_rl/settings", "/megatron_rl/weights", "/megatron_rl/generate"
 CONNECT_S = 10.0  # to a server that is there, a connection takes milliseconds
@@ -192,12 +192,12 @@ class ServerClient:
             raise ServerLost(f"{WEIGHTS}: the server got {amount}, but {weights.amount} were sent")
         return {"tensors": amount.tensors, "bytes": amount.bytes}
 
-    async def generate(self, body: dict[str, Any], version: int) -> Answer:
+    async def generate(self, body: dict[str, Any], version: int) -> Rollout:
         """One response, begun by the weights of ``version``.
 
         Under mode `finish` no others sample any of it. Else ones that came meanwhile may have sampled its end (see
-        `Answer.versions`), or it was cut for them (finish reason "abort"). Raises `ServerLost` for an answer that
-        is not one to this request.
+        `Rollout.policy_versions`), or it was cut for them (finish reason "abort"). Raises `ServerLost` for an answer
+        that is not one to this request.
         """
         headers = {"X-Policy-Version": str(version)}
         expected = Expected.of(body, self._model)
@@ -213,9 +213,9 @@ class ServerClient:
             raise ServerLost(f"{GENERATE}: the answer is damaged: {printable(str(error), ERROR_CHARS)}") from error
         if self._mode == "finish" and answer.finish_reason == "abort":
             raise StaleServer("the response was aborted")
-        if self._mode == "finish" and (answer.versions != version).any():
+        if self._mode == "finish" and (answer.policy_versions != version).any():
             raise StaleServer(f"tokens of other policy versions than {version}")
-        if (answer.versions < version).any() or (np.diff(answer.versions) < 0).any():
+        if (answer.policy_versions < version).any() or (np.diff(answer.policy_versions) < 0).any():
             raise ServerLost(f"{GENERATE}: tokens of older policy versions than {version}, or in a wrong order")
         return answer
 

@@ -42,11 +42,9 @@ from megatron_rl.rollout.generator import (
 )
 from megatron_rl.rollout.requests import (
     Request,
-    SealedRoutes,
     known_everywhere,
     make_groups,
     make_requests,
-    make_rollout,
 )
 from megatron_rl.rollout.servers.arrivals import Arrivals, Share, Ticket, next_arrivals, owners_by_prompt, wait_on_all
 from megatron_rl.rollout.servers.client import request_body
@@ -55,7 +53,7 @@ from megatron_rl.rollout.servers.pool import load_metrics, prompt_tokens
 from megatron_rl.rollout.servers.rendezvous import agreed_settings
 from megatron_rl.rollout.servers.run_servers import RunServers, Started
 from megatron_rl.rollout.servers.weight_updates import WeightUpdates
-from megatron_rl.rollout.servers.wire import Answer, ModelLimits
+from megatron_rl.rollout.servers.wire import ModelLimits
 from megatron_rl.routing import RouteShape
 from megatron_rl.types import Group, Prompt, Rollout
 
@@ -129,7 +127,7 @@ class Sampler:
                 arrivals.asks(dispatch)
                 async with contextlib.aclosing(self._responses(dispatch, requests, sampling)) as responses:
                     async for index, response in responses:  # decoding goes on beside the fetching
-                        num_versions = check_token_versions(names[index], response.versions, version, is_exact)
+                        num_versions = check_token_versions(names[index], response.policy_versions, version, is_exact)
                         legs = response if isinstance(response, Conversation) else dispatch.legs[index]
                         own = legs.counts(num_versions)
                         counts += own
@@ -146,7 +144,7 @@ class Sampler:
 
     def _responses(
         self, dispatch: Dispatch, requests: list[Request], sampling: Sampling
-    ) -> AsyncGenerator[tuple[int, Answer | Conversation]]:
+    ) -> AsyncGenerator[tuple[int, Rollout | Conversation]]:
         """Number and response of each of ``requests`` as they come."""
         if self._talk is None:
             return dispatch.completions()
@@ -163,23 +161,13 @@ class Sampler:
             self._config.deadline_s,
         ).completions()
 
-    def _to_rollout(self, request: Request, answer: Answer | Conversation, records: bool) -> Rollout:
-        """Raises `RolloutError` where routes are due (``records``) and absent."""
-        architecture = self._architecture if records else None
+    def _to_rollout(self, request: Request, answer: Rollout | Conversation, records: bool) -> Rollout:
+        """The response with its text. The client has checked its arrays (`wire.Expected`)."""
         if isinstance(answer, Conversation):
-            text = self._decode(answer.response) if self._decode else ""
-            return answer.to_rollout(request, answer.versions, architecture, text)
-        routes = None if answer.routes is None else SealedRoutes(answer.routes, answer.route_checksums)
-        return make_rollout(
-            request,
-            answer.tokens,
-            answer.logprobs,
-            answer.finish_reason,
-            answer.versions,
-            routes=routes,
-            architecture=self._architecture if records else None,
-            text=self._decode(answer.tokens.tolist()) if self._decode else "",
-        )
+            architecture = self._architecture if records else None
+            answer = answer.to_rollout(request, answer.policy_versions, architecture, "")
+        text = self._decode(answer.tokens.tolist()) if self._decode else ""
+        return request.rollout_of(answer, text)
 
     def close(self) -> None:
         """End the conversion of answers, after the event loop has ended."""

@@ -44,7 +44,8 @@ from megatron_rl.config.rollout import InFlightMode
 from megatron_rl.rollout.generator import RolloutError
 from megatron_rl.rollout.servers.rendezvous import INTRODUCTION, MAX_NONCE, NONCE_HEADER, PROOF_HEADER, key_for, proof
 from megatron_rl.rollout.servers.weight_broadcast import GroupError, GroupPlace
-from megatron_rl.rollout.servers.wire import LOAD_HEADER, MEDIA_TYPE, Answer, Meter, pack
+from megatron_rl.rollout.servers.wire import LOAD_HEADER, MEDIA_TYPE, Meter, pack
+from megatron_rl.types import Rollout
 
 ALL = np.iinfo(np.int32).max
 
@@ -194,7 +195,8 @@ class GuardState:
     token: str = ""
     settings: dict[str, Any] = field(default_factory=dict)  # its ``instance`` is this start of the server
     replace: Callable[[dict[str, Any], int, bool], Awaitable[dict[str, int]]] | None = None  # `server.replace_weights`
-    sample: Callable[[dict[str, Any], Callable[[], bool]], Coroutine[Any, Any, Answer]] | None = None  # `server.sample`
+    # `server.sample`
+    sample: Callable[[dict[str, Any], Callable[[], bool]], Coroutine[Any, Any, Rollout]] | None = None
     replacing: asyncio.Lock = field(default_factory=asyncio.Lock)
     max_body_bytes: int = BODY_BYTES
     version: int | None = None  # open for this policy version; None: closed
@@ -351,7 +353,7 @@ def _update(body: Any) -> tuple[dict[str, Any], int, str]:
     return {"files": files}, version, mode
 
 
-async def _metered(meter: Meter, work: Coroutine[Any, Any, Answer]) -> Answer:
+async def _metered(meter: Meter, work: Coroutine[Any, Any, Rollout]) -> Rollout:
     answer = None
     meter.begin()
     try:
@@ -361,7 +363,7 @@ async def _metered(meter: Meter, work: Coroutine[Any, Any, Answer]) -> Answer:
         meter.end(None if answer is None else len(answer.tokens))
 
 
-async def _unless_left(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer | None:
+async def _unless_left(receive: Receive, work: Coroutine[Any, Any, Rollout]) -> Rollout | None:
     """The result of ``work``; None where the caller hangs up first, which cancels ``work`` and the response."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
@@ -412,7 +414,7 @@ def _now(state: GuardState) -> dict[str, Any]:
     return {"version": state.version, "replacing": state.replacing.locked(), "load": asdict(state.meter.load())}
 
 
-async def _send_answer(send: Send, answer: Answer, load: str) -> None:
+async def _send_answer(send: Send, answer: Rollout, load: str) -> None:
     pieces = pack(answer)
     length = str(sum(map(len, pieces))).encode()
     headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", length)]

@@ -6,8 +6,8 @@ them routes; what the trainer spends on one is a copy and a CRC-32.
     header   "MRLA", format, 0, bytes of the head, CRC-32 of the head
     head     JSON: finish_reason; versions [[version, tokens], …], run lengths over the response; arrays [{name, dtype,
              shape, checksum}], in the order in which they follow
-    arrays   tokens int32 [R], logprobs float32 [R]; with routes: routes uint8 or uint16 [P + R - 1, L, K] and their
-             seals route_checksums int64 [P + R - 1 + L]
+    arrays   of `Rollout`: tokens int32 [R], inference_logprobs float32 [R]; with routes: routed_experts uint8 or uint16
+             [P + R - 1, L, K] and their seals route_checksums int64 [P + R - 1 + L]
 
 Numbers are little-endian. Head and arrays are filled up to a multiple of 8 bytes.
 
@@ -31,37 +31,30 @@ import numpy as np
 
 from megatron_rl.rollout.requests import MAX_LOGPROB
 from megatron_rl.routing import RouteShape, missing_id
-from megatron_rl.types import FINISH_REASONS
+from megatron_rl.types import FINISH_REASONS, Rollout
 
 MEDIA_TYPE = "application/octet-stream"
 # A connection that is idle is closed by the trainer, long before the server would: a request that meets a closing one
 # fails unread, and a weight update that fails costs the run a server.
 IDLE_S, SERVER_IDLE_S = 15, 60
-MAGIC, FORMAT = b"MRLA", 1
+MAGIC, FORMAT = b"MRLA", 2
 ALIGNMENT = 8
 HEAD_BYTES = 1 << 16  # a run length for each of 4000 weight updates during the response
 # Of a response, where the request or the model does not say it.
 MOST_TOKENS, MOST_ROUTES = 1 << 20, 1 << 14
 MIN_LOGPROB = -1e5  # far below what a softmax over logits of any model leaves to a token that was sampled
 _HEADER = struct.Struct("<4sHHII")
-_TYPES = {"tokens": ("<i4",), "logprobs": ("<f4",), "routes": ("|u1", "<u2"), "route_checksums": ("<i8",)}
-_DIMENSIONS = {"tokens": 1, "logprobs": 1, "routes": 3, "route_checksums": 1}
+_TYPES = {
+    "tokens": ("<i4",),
+    "inference_logprobs": ("<f4",),
+    "routed_experts": ("|u1", "<u2"),
+    "route_checksums": ("<i8",),
+}
+_DIMENSIONS = {"tokens": 1, "inference_logprobs": 1, "routed_experts": 3, "route_checksums": 1}
 
 
 class Damaged(ValueError):
     """The bytes are not an answer, or not those that were sent."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One sampled response as the server reports it. ``R`` tokens after a prompt of ``P``."""
-
-    tokens: np.ndarray  # [R] int32
-    logprobs: np.ndarray  # [R] float32
-    versions: np.ndarray  # [R] int32, the policy version that sampled each token
-    finish_reason: str | None
-    routes: np.ndarray | None = None  # [P + R - 1, L, K] of `RouteShape.dtype`: MoE layers only
-    route_checksums: np.ndarray | None = None  # [P + R - 1 + L] int64, made where the engine handed the routes over
 
 
 @dataclass(frozen=True)
@@ -107,9 +100,9 @@ class Expected:
             return 0, 0, 0
         return len(shape.layers), len(shape.layers) * shape.topk, shape.dtype.itemsize
 
-    def check(self, answer: Answer) -> None:
+    def check(self, answer: Rollout) -> None:
         """Raise `Damaged` unless ``answer`` can be one to this request."""
-        number, logprobs = len(answer.tokens), answer.logprobs
+        number, logprobs = len(answer.tokens), answer.inference_logprobs
         if not (0 if answer.finish_reason == "abort" else 1) <= number <= self.max_tokens:
             raise Damaged(f"{number} tokens, finish reason {answer.finish_reason!r}; {self.max_tokens} were asked for")
         vocab_size = self.model.vocab_size if self.model is not None else np.iinfo(np.int32).max
@@ -125,28 +118,28 @@ class Expected:
             raise Damaged(f"ends with token {answer.tokens[-1]}, which is none of {sorted(self.stop_token_ids)[:8]}")
         self._check_routes(answer, number)
 
-    def _check_routes(self, answer: Answer, number: int) -> None:
+    def _check_routes(self, answer: Rollout, number: int) -> None:
         shape = self.model.shape if self.model is not None else None
-        if answer.routes is None:
+        if (routes := answer.routed_experts) is None:
             if shape is not None and self.wants_routes and number:
                 raise Damaged("routes are missing")
             return
         if not self.wants_routes or (self.model is not None and shape is None):
             raise Damaged("routes were not asked for")
-        (rows, layers, topk), due = answer.routes.shape, self.rows_before + number
+        (rows, layers, topk), due = routes.shape, self.rows_before + number
         if rows != due or answer.route_checksums.shape != (rows + layers,) or not number:
             raise Damaged(f"routes of {rows} rows with {len(answer.route_checksums)} checksums; {due} rows are due")
         if shape is None:
             return
-        if (layers, topk, answer.routes.dtype) != (len(shape.layers), shape.topk, shape.dtype):
-            raise Damaged(f"routes of shape {answer.routes.shape} and {answer.routes.dtype} are not the model's")
-        if answer.routes.size and answer.routes.max() >= shape.num_experts:  # one pass, where every row has a record
-            missing = (answer.routes == missing_id(shape.dtype)).all(-1, keepdims=True)
-            if ((answer.routes >= shape.num_experts) & ~missing).any():
+        if (layers, topk, routes.dtype) != (len(shape.layers), shape.topk, shape.dtype):
+            raise Damaged(f"routes of shape {routes.shape} and {routes.dtype} are not the model's")
+        if routes.size and routes.max() >= shape.num_experts:  # one pass, where every row has a record
+            missing = (routes == missing_id(shape.dtype)).all(-1, keepdims=True)
+            if ((routes >= shape.num_experts) & ~missing).any():
                 raise Damaged(f"a route to an expert that is not in 0 … {shape.num_experts - 1}")
 
 
-def pack(answer: Answer) -> list[bytes | memoryview]:
+def pack(answer: Rollout) -> list[bytes | memoryview]:
     """The pieces of the body, in order. Arrays are not copied: they must not change until the pieces are sent."""
     arrays = {name: np.ascontiguousarray(array) for name in _TYPES if (array := getattr(answer, name)) is not None}
     described, pieces = [], []
@@ -158,23 +151,24 @@ def pack(answer: Answer) -> list[bytes | memoryview]:
             {"name": name, "dtype": array.dtype.str, "shape": array.shape, "checksum": zlib.crc32(content)}
         )
         pieces += [content, bytes(-len(content) % ALIGNMENT)]
-    head = {"finish_reason": answer.finish_reason, "versions": _runs(answer.versions), "arrays": described}
+    head = {"finish_reason": answer.finish_reason, "versions": _runs(answer.policy_versions), "arrays": described}
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return [_HEADER.pack(MAGIC, FORMAT, 0, len(text), zlib.crc32(text)) + text, *(piece for piece in pieces if piece)]
 
 
-def unpack(body: bytes | bytearray | memoryview) -> Answer:
-    """The answer whose arrays lie in ``body``. Raises `Damaged` where a byte of it is not what was sent."""
+def unpack(body: bytes | bytearray | memoryview) -> Rollout:
+    """The response whose arrays lie in ``body``; its request says whose it is. Raises `Damaged` where a byte of it is
+    not what was sent."""
     try:
         head, start = _head(memoryview(body))
         arrays, end = _arrays(memoryview(body), head["arrays"], start)
         values, counts = _checked_runs(head["versions"])
-        lengths = (len(arrays.get("tokens")), len(arrays.get("logprobs")), sum(counts))
+        lengths = (len(arrays.get("tokens")), len(arrays.get("inference_logprobs")), sum(counts))
         if len(set(lengths)) > 1:
             raise Damaged("{} tokens, {} log-probs and {} versions".format(*lengths))
         versions = np.repeat(np.array(values, np.int32), np.array(counts, np.int64))
-        answer = Answer(**arrays, versions=versions, finish_reason=head["finish_reason"])
+        answer = Rollout("", (), policy_versions=versions, finish_reason=head["finish_reason"], **arrays)
     except Damaged:
         raise
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
@@ -183,7 +177,7 @@ def unpack(body: bytes | bytearray | memoryview) -> Answer:
         raise Damaged(f"{len(body)} bytes, the head describes {end}")
     if answer.finish_reason not in FINISH_REASONS:
         raise Damaged(f"unknown finish reason {answer.finish_reason!r}")
-    if (answer.routes is None) != (answer.route_checksums is None):
+    if (answer.routed_experts is None) != (answer.route_checksums is None):
         raise Damaged("routes travel with their checksums")
     return answer
 

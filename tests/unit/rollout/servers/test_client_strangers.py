@@ -54,8 +54,9 @@ from megatron_rl.rollout.servers.rendezvous import (
     publish,
 )
 from megatron_rl.rollout.servers.weight_broadcast import Amount
-from megatron_rl.rollout.servers.wire import LOAD_HEADER, Answer, Damaged, Expected, Load, ModelLimits, pack, unpack
+from megatron_rl.rollout.servers.wire import LOAD_HEADER, Damaged, Expected, Load, ModelLimits, pack, unpack
 from megatron_rl.routing import RouteShape
+from megatron_rl.types import Rollout
 
 TOKEN = "a-token-of-tests-0123456789"
 LIMITS = PoolLimits(wait_s=600.0, health_every_s=0.01)
@@ -370,23 +371,25 @@ MODEL = ModelLimits(vocab_size=99, shape=SHAPE)
 BODY = {"token_ids": [3, 4, 5], "sampling_params": {"max_tokens": 6}, "wants_routes": True}
 
 
-def answer(n: int = 4, version: int = 3, rows: int | None = None) -> Answer:
+def answer(n: int = 4, version: int = 3, rows: int | None = None) -> Rollout:
     rows = 2 + n if rows is None else rows
-    return Answer(
+    return Rollout(
+        "",
+        (),
         tokens=np.arange(n, dtype=np.int32),
-        logprobs=np.full(n, -0.5, np.float32),
-        versions=np.full(n, version, np.int32),
+        inference_logprobs=np.full(n, -0.5, np.float32),
+        policy_versions=np.full(n, version, np.int32),
         finish_reason="stop",
-        routes=np.zeros((rows, 3, 2), np.uint8),
+        routed_experts=np.zeros((rows, 3, 2), np.uint8),
         route_checksums=np.zeros(rows + 3, np.int64),
     )
 
 
-def sent(response: Answer) -> bytes:
+def sent(response: Rollout) -> bytes:
     return http(b"".join(pack(response)), "application/octet-stream")
 
 
-def generated(content: bytes, mode="keep", body=BODY, model=MODEL) -> Answer:
+def generated(content: bytes, mode="keep", body=BODY, model=MODEL) -> Rollout:
     return asyncio.run(call(lambda head: content, lambda client: client.generate(body, 3), mode, model))
 
 
@@ -396,42 +399,63 @@ def with_one(array: np.ndarray, value: float) -> np.ndarray:
     return array
 
 
+WITHOUT_ROUTES = {"routed_experts": None, "route_checksums": None}
+
+
+def with_logprob(value: float) -> Rollout:
+    return replace(answer(), inference_logprobs=with_one(answer().inference_logprobs, value))
+
+
+def with_route(expert: int) -> Rollout:
+    return replace(answer(), routed_experts=with_one(answer().routed_experts, expert))
+
+
 def test_a_response_within_the_bounds_of_its_request_is_taken():
     for response in (answer(1), answer(6), replace(answer(6), finish_reason="length")):
         assert (generated(sent(response)).tokens == response.tokens).all()
-    unrecorded = replace(answer(), routes=with_one(with_one(answer().routes, 255)[..., ::-1], 255))
-    assert (generated(sent(unrecorded)).routes[-1, -1] == 255).all()  # no record for a whole row
-    assert (
-        len(generated(sent(replace(answer(0), finish_reason="abort", routes=None, route_checksums=None))).tokens) == 0
-    )
+    unrecorded = replace(answer(), routed_experts=with_one(with_one(answer().routed_experts, 255)[..., ::-1], 255))
+    assert (generated(sent(unrecorded)).routed_experts[-1, -1] == 255).all()  # no record for a whole row
+    assert len(generated(sent(replace(answer(0), finish_reason="abort", **WITHOUT_ROUTES))).tokens) == 0
     later = {**BODY, "first_route": 2}
     assert len(generated(sent(answer(4, rows=4)), body=later).tokens) == 4
-    assert len(generated(sent(replace(answer(), versions=np.array([3, 3, 4, 9], np.int32)))).tokens) == 4
+    assert len(generated(sent(replace(answer(), policy_versions=np.array([3, 3, 4, 9], np.int32)))).tokens) == 4
 
 
 @pytest.mark.parametrize(
     ("response", "said"),
     [
         (replace(answer(), finish_reason="length"), "cut at 4 tokens, 6 were asked for"),
-        (replace(answer(), logprobs=with_one(answer().logprobs, -3e38)), "a log-prob of -3e+38; no token is sampled"),
+        (
+            with_logprob(-3e38),
+            "a log-prob of -3e+38; no token is sampled",
+        ),
         (answer(7), "7 tokens, finish reason 'stop'; 6 were asked for"),
-        (replace(answer(0), routes=None, route_checksums=None), "0 tokens"),
+        (replace(answer(0), **WITHOUT_ROUTES), "0 tokens"),
         (replace(answer(), tokens=with_one(answer().tokens, 99)), "token 0 or 99 is not in 0 … 98"),
         (replace(answer(), tokens=with_one(answer().tokens, -1)), "token -1 or"),
-        (replace(answer(), logprobs=with_one(answer().logprobs, np.nan)), "a log-prob is not finite, or above 0"),
-        (replace(answer(), logprobs=with_one(answer().logprobs, -np.inf)), "a log-prob is not finite"),
-        (replace(answer(), logprobs=with_one(answer().logprobs, 0.1)), "or above 0"),
-        (replace(answer(), routes=None, route_checksums=None), "routes are missing"),
+        (
+            with_logprob(np.nan),
+            "a log-prob is not finite, or above 0",
+        ),
+        (
+            with_logprob(-np.inf),
+            "a log-prob is not finite",
+        ),
+        (with_logprob(0.1), "or above 0"),
+        (replace(answer(), **WITHOUT_ROUTES), "routes are missing"),
         (answer(rows=5), "routes of 5 rows with 8 checksums; 6 rows are due"),
         (replace(answer(), route_checksums=np.zeros(8, np.int64)), "6 rows with 8 checksums"),
-        (replace(answer(), routes=with_one(answer().routes, 8)), "a route to an expert that is not in 0 … 7"),
-        (replace(answer(), routes=with_one(answer().routes, 255)), "a route to an expert"),
-        (replace(answer(), routes=answer().routes.astype(np.uint16)), "are not the model's"),
-        (replace(answer(), routes=answer().routes[..., :1]), "are not the model's"),
+        (
+            with_route(8),
+            "a route to an expert that is not in 0 … 7",
+        ),
+        (with_route(255), "a route to an expert"),
+        (replace(answer(), routed_experts=answer().routed_experts.astype(np.uint16)), "are not the model's"),
+        (replace(answer(), routed_experts=answer().routed_experts[..., :1]), "are not the model's"),
         (replace(answer(), finish_reason="error"), "unknown finish reason 'error'"),
         (replace(answer(), finish_reason=None), "unknown finish reason None"),
         (answer(version=2), "tokens of older policy versions than 3"),
-        (replace(answer(), versions=np.array([3, 4, 3, 3], np.int32)), "or in a wrong order"),
+        (replace(answer(), policy_versions=np.array([3, 4, 3, 3], np.int32)), "or in a wrong order"),
     ],
 )
 def test_a_response_that_cannot_be_one_to_the_request_is_a_lost_server(response, said):
@@ -513,7 +537,7 @@ def test_any_change_of_one_field_of_a_head_is_an_error_or_the_same_answer(data):
         if name not in ("versions", "finish_reason"):
             assert np.array_equal(getattr(answered, name), value)
     assert answered.finish_reason in ("stop", "length", "abort")
-    assert len(answered.versions) == len(sound.tokens)
+    assert len(answered.policy_versions) == len(sound.tokens)
 
 
 def paths(tree: object, before: tuple = ()) -> list[tuple]:
