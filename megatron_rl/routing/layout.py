@@ -18,7 +18,6 @@ from itertools import zip_longest
 import numpy as np
 import torch
 
-from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.routing.payload import (
     RouteError,
     RouteShape,
@@ -170,7 +169,6 @@ def pack_routes(
     sequences: list[Rollout],
     num_padding: int,
     shape: RouteShape,
-    config: RoutingConfig,
     known: CheckedRoutes | None = None,
     after: Seq[int] = (),
 ) -> PackedRoutes:
@@ -192,7 +190,7 @@ def pack_routes(
     for s, follows in zip_longest(sequences, after, fillvalue=0):
         routes, seals = known.get(s), None
         if routes is None:
-            routes, seals = checked_routes(s, shape, config.malformed, known.checks_rows)
+            routes, seals = checked_routes(s, shape)
             known.add(s, routes)
         keys = token_keys(s.whole, np.arange(s.whole_length), sequence_key(s.id))
         parts.append(_Part(s.id, s.whole_length, keys, routes, seals))
@@ -207,11 +205,9 @@ class CheckedRoutes:
     """Routes that passed their checks, so that the next pass of a step does not repeat them.
 
     A sequence is identified by the checked arrays themselves: other tokens, routes or checksums are checked again.
-    ``checks_rows``: look for malformed rows; False if the device does (`payload.malformed_on`).
     """
 
-    def __init__(self, checks_rows: bool = True) -> None:
-        self.checks_rows = checks_rows
+    def __init__(self) -> None:
         self._found: dict[str, tuple[tuple, np.ndarray]] = {}
 
     def get(self, sequence: Rollout) -> np.ndarray | None:

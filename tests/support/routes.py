@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.routing import RouteShape, pack_routes, packed_keys, route_checksums
 from megatron_rl.routing.layout import PADDING_ID
 from megatron_rl.types import Batch
@@ -15,7 +14,6 @@ from tests.support.tiny import stored_rollouts
 from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 SHAPE = RouteShape(num_experts=8, topk=2, layers=(0, 1, 2, 3))
-ON = RoutingConfig(replay="r3")
 
 
 def random_routes(
@@ -49,7 +47,7 @@ def batch_with_routes(num_sequences: int = 6) -> Batch:
 
 def slices(batch, num_padding: int, tensor: int, stages: list[list[int]]):
     """Every rank's slice of one packed row, with the keys of the tokens that it holds."""
-    packed = pack_routes(batch.sequences, num_padding, SHAPE, ON)
+    packed = pack_routes(batch.sequences, num_padding, SHAPE)
     tokens = np.concatenate([*(s.whole for s in batch.sequences), np.zeros(num_padding, np.int64)])
     lengths = [s.whole_length for s in batch.sequences] + [num_padding]
     positions = np.concatenate([np.arange(n) for n in lengths])

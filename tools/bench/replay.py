@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from megatron_rl.config import Recipe, load_recipe
-from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.routing import RouteShape, RouteSlice, pack_routes, packed_keys, route_checksums
 from megatron_rl.types import Batch, Rollout
 
@@ -70,9 +69,9 @@ def step_costs(batch: Batch, shape: RouteShape, repeats: int, device: str = "cpu
     and layers, proved against the tensors that the model gets. ``pass``: what each forward pass adds. No tensor or
     pipeline parallelism: with them a rank slices its part alone.
     """
-    sequences, config = batch.sequences, RoutingConfig(replay="r3")
+    sequences = batch.sequences
     num_tokens, layers = sum(s.whole_length for s in sequences), range(len(shape.layers))
-    packed = pack_routes(sequences, 0, shape, config)
+    packed = pack_routes(sequences, 0, shape)
     tokens, positions = (np.concatenate(x) for x in zip(*((s.whole, np.arange(s.whole_length)) for s in sequences)))
     keys = packed_keys(tokens, positions, [s.id for s in sequences], [s.whole_length for s in sequences])
 
@@ -85,7 +84,7 @@ def step_costs(batch: Batch, shape: RouteShape, repeats: int, device: str = "cpu
     taken = take()
     costs = {
         "seal": lambda: [route_checksums(s.id, s.whole, s.routed_experts) for s in sequences],
-        "check": lambda: pack_routes(sequences, 0, shape, config),
+        "check": lambda: pack_routes(sequences, 0, shape),
         "slice": take,
         "pass": lambda: taken.on(torch.device(device)),
     }

@@ -6,12 +6,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_rl.layers.context import ContextShare, cut_ranges
 from megatron_rl.routing import missing_id, pack_routes, packed_keys
 from megatron_rl.routing.layout import PADDING_ID, CheckedRoutes, padding_routes, parts_in
 from megatron_rl.routing.payload import malformed_rows
-from tests.support.routes import ON, SHAPE, batch_with_routes, slices
+from tests.support.routes import SHAPE, batch_with_routes, slices
 
 
 def test_slices_of_context_parallel_ranks_are_those_of_their_tokens():
@@ -21,7 +22,7 @@ def test_slices_of_context_parallel_ranks_are_those_of_their_tokens():
     after = [-n % (2 * size) for n in lengths]
     padded = [n + pad for n, pad in zip(lengths, after)]
     assert any(after)
-    packed = pack_routes(batch.sequences, 4, SHAPE, ON, after=after)
+    packed = pack_routes(batch.sequences, 4, SHAPE, after=after)
     by_rank = {}
     for rank in range(size):
         ranges = ContextShare(size, rank).ranges([*padded, 4])
@@ -71,19 +72,19 @@ def test_padding_is_spread_over_the_experts():
     for layer in range(4):
         counts[layer] = np.bincount(padding_routes(16, SHAPE)[:, layer].flatten(), minlength=8)
     assert (counts == 4).all()
-    assert not malformed_rows(padding_routes(16, SHAPE), 8).any()
+    assert not malformed_rows(torch.from_numpy(padding_routes(16, SHAPE)), 8).any()
 
 
 def test_what_was_checked_in_a_step_is_not_checked_again():
     batch, known = batch_with_routes(3), CheckedRoutes()
-    first = pack_routes(batch.sequences, 0, SHAPE, ON, known)
+    first = pack_routes(batch.sequences, 0, SHAPE, known)
     total = sum(s.whole_length for s in batch.sequences)
     with mock.patch("megatron_rl.routing.layout.checked_routes", side_effect=AssertionError("checked twice")):
-        again = pack_routes(batch.sequences[::-1], 2, SHAPE, ON, known)  # another row of the same sequences
+        again = pack_routes(batch.sequences[::-1], 2, SHAPE, known)  # another row of the same sequences
         taken = again.take([(0, total + 2)], range(4))
         batch.sequences[1].routed_experts = batch.sequences[1].routed_experts.copy()
         with pytest.raises(AssertionError, match="checked twice"):
-            pack_routes(batch.sequences, 0, SHAPE, ON, known)
+            pack_routes(batch.sequences, 0, SHAPE, known)
     last = batch.sequences[-1].whole_length
     before = first.take([(total - last, total)], range(4))
     assert (taken.experts[:last] == before.experts).all()

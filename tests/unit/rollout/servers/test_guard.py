@@ -88,7 +88,9 @@ async def call(
     assert [message.get("more_body", False) for message in sent[1:]] == [True] * (len(sent) - 2) + [False]
     assert int(dict(sent[0]["headers"]).get(b"content-length", len(content))) == len(content)
     if content[:4] == MAGIC:
-        return sent[0]["status"], {name: getattr(unpack(content), name).tolist() for name in ("tokens", "policy_versions")}
+        return sent[0]["status"], {
+            name: getattr(unpack(content), name).tolist() for name in ("tokens", "policy_versions")
+        }
     return sent[0]["status"], json.loads(content)
 
 
