@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+MAX_LOGPROB = 1e-4  # above this a log-prob cannot be rounding: probabilities do not exceed one
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 

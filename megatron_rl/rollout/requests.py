@@ -20,7 +20,7 @@ from megatron_rl.model.architecture import Architecture
 from megatron_rl.process.ranks import gather_objects, gather_rows, world_rank
 from megatron_rl.rollout.generator import RolloutError
 from megatron_rl.routing import RouteShape, missing_id, route_checksums
-from megatron_rl.types import FINISH_REASONS, FinishReason, Group, Prompt, Rollout, sequence_id
+from megatron_rl.types import FINISH_REASONS, MAX_LOGPROB, FinishReason, Group, Prompt, Rollout, sequence_id
 
 S = TypeVar("S", bound=Seq)
 
@@ -132,8 +132,6 @@ def everywhere(groups: list[Group]) -> list[Group]:
     return groups
 
 
-# Above this a log-prob cannot be rounding: probabilities do not exceed one.
-MAX_LOGPROB = 1e-4
 Sealed = tuple[np.ndarray, np.ndarray]
 """Routes [P + R - 1, L, K] of `RouteShape.dtype`, and the `route_checksums` that tie them to their tokens."""
 

@@ -41,10 +41,9 @@ from megatron_rl.errors import InputError, shown
 from megatron_rl.process.host import write_whole
 from megatron_rl.process.ranks import gather_objects, world_rank
 from megatron_rl.process.run_files import UNFIT, read_json
-from megatron_rl.types import Batch, Rollout
+from megatron_rl.types import MAX_LOGPROB, Batch, Rollout
 
 FORMAT_VERSION, READABLE = 3, (2, 3)
-MAX_LOGPROB = 1e-4  # above this it cannot be rounding: probabilities do not exceed one
 T = TypeVar("T")
 _STEP_FILE = re.compile(r"step_(\d{8,})\.json")
 _LIKE = {"kept": True, "parts": [{"sequences": [0]}], "minibatches": [[0]], "sequences": [{"id": ""}], "metrics": {}}

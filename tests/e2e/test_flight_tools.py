@@ -43,7 +43,7 @@ def on_two_ranks(run, tmp_path_factory) -> dict:
     environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
     command = [sys.executable, "-m", "megatron_rl", "replay", str(run), "--step", "1", "--layout", "tp=2,ep=2"]
     done = subprocess.run(
-        [*command, "--precision", "fp32", "--set", "routing.replay=r3", "--json", str(told)],
+        [*command, "--set", "learner.dtype=fp32", "--set", "routing.replay=r3", "--json", str(told)],
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,

@@ -29,9 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.rollout.requests import MAX_LOGPROB
 from megatron_rl.routing import RouteShape, missing_id
-from megatron_rl.types import FINISH_REASONS, Rollout
+from megatron_rl.types import FINISH_REASONS, MAX_LOGPROB, Rollout
 
 MEDIA_TYPE = "application/octet-stream"
 # A connection that is idle is closed by the trainer, long before the server would: a request that meets a closing one
