@@ -225,6 +225,6 @@ def _write_samples(path: Path, groups: Sequence[Group], step: int, config: Sampl
         path.unlink(missing_ok=True)
     file = SampleFile(path, config.max_mib)
     for group in groups:
-        share_samples([group], None, range(len(group.rollouts)))
+        share_samples([group], range(len(group.rollouts)))
         if is_main:
             file.write([{"step": step, **describe(group.prompt, r, config.max_chars)} for r in group.rollouts])

@@ -246,7 +246,7 @@ def scored(owners: list[int | None]) -> dict[str, Any]:
     for s in batch.sequences:
         s.holder = s.owner
         s.current_logprobs = None if s.tokens is None else s.inference_logprobs + np.float32(0.5)
-    ratios = share_samples(groups, batch, [0, 4])
+    ratios = share_samples(groups, [0, 4])
     rollouts = [r for group in groups for r in group.rollouts]
     return {
         "rewards": [(r.raw_reward, r.reward, r.masked) for r in rollouts],
