@@ -102,7 +102,7 @@ class Rollout:
     @property
     def whole(self) -> np.ndarray:
         """[S] int64: prompt and response."""
-        return np.concatenate([self.prompt, self.tokens]).astype(np.int64)
+        return np.concatenate([self.prompt, self.tokens]).astype(np.int64, copy=False)
 
     @property
     def prompt_length(self) -> int:
