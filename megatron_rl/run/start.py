@@ -91,7 +91,7 @@ class Run:
         ratios = {}
         if groups:
             share_repetition(groups)
-            ratios = share_samples(groups, batch, self.monitor.samples_wanted(step, groups))
+            ratios = share_samples(groups, self.monitor.samples_wanted(step, groups))
         events = self.monitor.record(step, metrics, groups, ratios)
         best = self.recipe.checkpoint.keep_best
         if best is not None and math.isfinite(value := self.monitor.latest.get(best.metric, math.nan)):
