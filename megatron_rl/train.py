@@ -63,7 +63,7 @@ def _steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
         score = partial(score_batch, run, batch, groups, taken) if is_late else None
         metrics |= sampling_metrics | update(run, batch, groups, score) | run.generator.stats()
         learner.step = step + 1
-        events = run.record(step, metrics, groups, batch)
+        events = run.record(step, metrics, groups)
         record(run, batch, version, metrics, events)
         run.saving.settle()
         saved = act_on(events, run)

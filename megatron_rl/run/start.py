@@ -60,7 +60,7 @@ from megatron_rl.run.saving import (
     newest_before,
 )
 from megatron_rl.shipped import shipped
-from megatron_rl.types import Batch, Group
+from megatron_rl.types import Group
 
 
 @dataclass
@@ -84,9 +84,7 @@ class Run:
     scores: dict[int, float] = field(default_factory=dict)  # step → value of checkpoint.keep_best's metric
     failures_said: set[tuple[str, str, str]] = field(default_factory=set)  # kinds of reward failures in the log
 
-    def record(
-        self, step: int, metrics: dict[str, float], groups: list[Group] | None = None, batch: Batch | None = None
-    ) -> list[AlarmEvent]:
+    def record(self, step: int, metrics: dict[str, float], groups: list[Group] | None = None) -> list[AlarmEvent]:
         """`Monitor.record`, and what `checkpoint.keep_best` needs of the line. Collective."""
         ratios = {}
         if groups:
