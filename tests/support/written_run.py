@@ -26,7 +26,7 @@ class WrittenRun:
     def __init__(self, folder: Path, num_steps: int = 30) -> None:
         self.directory = RunDirectory(folder).create()
         self._metrics = JsonlSink(self.directory.metrics)
-        self._samples = SampleFile(self.directory.samples, 1.0)
+        self._samples = SampleFile(self.directory.samples)
         rule = {"name": "mismatch", "metric": "mismatch/rho_std", "above": 0.5, "then": ["warn"]}
         recipe = tiny_recipe(num_steps=num_steps, monitor={"alarms": [rule]})
         self.directory.recipe.write_text(yaml.safe_dump(json.loads(recipe.model_dump_json())))
