@@ -256,7 +256,8 @@ WITHOUT = """
 Adam is the optimizer
     | | --optimizer=adam | mcore.optimizer.optimizer=adam policy.optimizer.name=torch.optim.AdamW
 weight decay stays as it is
-    | actor.optim.weight_decay_incr_style=constant | --end-weight-decay --weight-decay-incr-style=constant | mcore.scheduler.weight_decay_incr_style=constant
+    | actor.optim.weight_decay_incr_style=constant | --end-weight-decay --weight-decay-incr-style=constant
+    | mcore.scheduler.weight_decay_incr_style=constant
 nothing
     | actor_rollout_ref.ref.* critic.* trainer.critic_warmup algorithm.gamma algorithm.lam algorithm.kl_ctrl.*
     algorithm.kl_penalty *.kl_loss_type ray_kwargs.* model_engine *.strategy trainer.device *.use_mbridge

@@ -30,6 +30,7 @@ DOORS = {
     "rollout.servers.client": ("rollout.servers.rendezvous",),
     "rollout.vllm_engine": ("rollout.worker_extension",),
     "run.prepare": ("learner.compare_logits",),
+    "train": ("evaluate",),
 }
 """Module or folder → modules behind it, * for all of a folder: tests reach them through it."""
 

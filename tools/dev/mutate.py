@@ -334,7 +334,8 @@ def main() -> int:
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="compare results")
     options = parser.parse_args()
     if options.make:
-        LIST.write_text(json.dumps([asdict(mutation) for mutation in make()], indent=1, ensure_ascii=False) + "\n")
+        lines = ",\n".join(json.dumps(asdict(mutation), ensure_ascii=False) for mutation in make())
+        LIST.write_text(f"[\n{lines}\n]\n")
         return 0
     if options.table:
         return table(options.table)

@@ -61,11 +61,12 @@ def serve(device: str, folder: str, dtype: str) -> dict[str, Any]:
     from megatron_rl.doctor.engine import SMALL, distances, start_engine
     from megatron_rl.doctor.learner import layout, overrides
     from megatron_rl.learner.learner import Learner
+    from megatron_rl.process.devices import barrier_devices
     from megatron_rl.run.engines import hand_over
 
     def used() -> float:
         """GiB of the GPU, of all processes."""
-        torch.distributed.barrier()
+        torch.distributed.barrier(device_ids=barrier_devices(torch.device(device)))
         free, total = torch.cuda.mem_get_info() if device == "cuda" else (0, 0)
         return (total - free) / GIB
 

@@ -23,8 +23,6 @@ STATEMENTS = {
     "unit/doctor/test_rates_collectives.py::test_skew_leaves_out_what_the_way_explains": "clocks have whole seconds",
     "unit/doctor/test_rates.py::test_products_are_those_of_a_layer_on_one_rank": "norms and routers are left out: 0.5%",
     "unit/tools/test_published.py::test_a_fit_finds_the_law_again": "least squares of four points that the law made",
-    "unit/tools/test_scale.py::test_costs_are_found_again": "least squares; another cost is off by a tenth",
-    "unit/tools/test_scale.py::test_unit_costs_of_steps_that_cost_what_they_hold": "least squares of ones and zeros",
     "unit/monitor/test_alarms.py::test_t_quantiles": "what t_quantile_975 allows its series",
     "unit/monitor/test_alarms.py::test_slope_and_interval_of_a_worked_example": "the same series",
     "unit/instruments/lab/test_report.py::test_primaries_are_decided_together": "what made-up seeds differ by",
