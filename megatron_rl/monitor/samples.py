@@ -86,7 +86,7 @@ def rollout_metrics(groups: Sequence[Group], ngram: int = REPETITION_NGRAM) -> d
     }
 
 
-MAX_CHARS, MAX_BYTES = 4000, 64 << 20  # of a text; of the file, and of what TensorBoard gets from one start
+MAX_CHARS, MAX_BYTES = 4000, 64 << 20  # of a text; of the file
 
 
 def shorten(text: str, max_chars: int = MAX_CHARS) -> str:
