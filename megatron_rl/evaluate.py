@@ -136,6 +136,6 @@ def _write_samples(path: Path, groups: Sequence[Group], step: int) -> None:
         path.unlink(missing_ok=True)
     file = SampleFile(path)
     for group in groups:
-        share_samples([group], None, range(len(group.rollouts)))
+        share_samples([group], range(len(group.rollouts)))
         if is_main:
             file.write([{"step": step, **describe(group.prompt, r)} for r in group.rollouts])

@@ -11,7 +11,6 @@ from megatron_rl.batch import (
     give_scores,
     group_metrics,
     keep_informative,
-    release_routes,
 )
 from megatron_rl.config import Recipe
 from megatron_rl.errors import RunEnded
@@ -59,13 +58,12 @@ def _steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
         with monitor.phase("pack"):
             batch = build_unscored_batch(step, groups, recipe.batch)
             if not is_late:
-                give_scores(batch, groups, recipe.objective)
-            release_routes(groups)
+                give_scores(groups, recipe.objective)
         version = learner.num_updates
         score = partial(score_batch, run, batch, groups, taken) if is_late else None
         metrics |= sampling_metrics | update(run, batch, groups, score) | run.generator.stats()
         learner.step = step + 1
-        events = run.record(step, metrics, groups, batch)
+        events = run.record(step, metrics, groups)
         record(run, batch, version, metrics, events)
         run.saving.settle()
         saved = act_on(events, run)
@@ -130,7 +128,7 @@ def score_batch(run: Run, batch: Batch, groups: list[Group], taken: dict[str, An
     with run.saved_on_fault(taken):
         scores = run.reward(groups, batch.step)
         run.refuse_failures(scores, batch.step)
-    give_scores(batch, groups, run.recipe.objective)
+    give_scores(groups, run.recipe.objective)
     return scores.metrics | group_metrics(groups, run.recipe.batch.filter_metric)
 
 

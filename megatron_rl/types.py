@@ -1,17 +1,19 @@
-"""Data types of the loop: prompts become rollouts, rollouts become groups, groups become one batch.
+"""Data types of the loop: prompts become rollouts in groups, and the rollouts of a step are its batch.
 
 Shape legend: ``P`` prompt tokens, ``R`` response tokens of one rollout, ``L`` MoE layers, ``K`` experts per token,
-``G`` group size, ``B`` sequences of the step, ``T`` longest response of the step.
+``G`` group size, ``B`` responses of the step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+MAX_LOGPROB = 1e-4  # above this a log-prob cannot be rounding: probabilities do not exceed one
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
@@ -39,45 +41,103 @@ def sequence_id(prompt_id: str, sample: int, occurrence: int = 0) -> str:
 
 @dataclass
 class Rollout:
-    """One sampled response with the engine's data on it."""
+    """One response to a prompt: what the engine sampled, what the learner makes of it, and what is stored.
 
-    prompt_id: str
-    sample: int  # 0 … G-1 within its group
-    tokens: np.ndarray | None  # [R] int32, the stop token included; None: another rank holds the response
+    Every rank has an entry for every response. Its arrays are on the rank that sampled it (`owner`), then on those that
+    learn from it (`learner.passes`), and None elsewhere. ``S = P + R``.
+    """
+
+    id: str  # `sequence_id`, which seeds, route checksums and recorded batches use
+    prompt: Seq[int]  # [P] tokens
+    tokens: np.ndarray | None  # [R] int32, the stop token included
     inference_logprobs: np.ndarray | None  # [R] float32, log mu of each sampled token
-    finish_reason: FinishReason  # "stop": ended with a stop token; "length": cut at the limit; "abort": interrupted
     policy_versions: np.ndarray | None  # [R] int32, optimizer step of the weights each token was sampled from
-    exact_logprobs: np.ndarray | None = None  # [R] float32, engine exact: log po as generation computed it
-    routed_experts: np.ndarray | None = None  # [P + R - 1, L, K] uint8/uint16; the last sampled token has none
-    route_checksums: np.ndarray | None = None  # [P + R - 1 + L] int64, per row, then per layer: `routing.payload`
-    kept_tokens: np.ndarray | None = None  # [R, C] int32, what top-k and top-p kept, then -1 (`rollout.kept_sets`)
+    finish_reason: FinishReason | None = (
+        None  # "stop": a stop token; "length": cut; "abort": interrupted; None: unknown
+    )
+    routed_experts: np.ndarray | None = None  # [S - 1, L, K] uint8/uint16; the last sampled token has none
+    route_checksums: np.ndarray | None = None  # [S - 1 + L] int64, per row, then per layer: `routing.payload`
+    kept_tokens: np.ndarray | None = None  # [R, C] int32, what mu and pi are distributions over, then -1; None: all
+    exact_logprobs: np.ndarray | None = None  # [R] float32, engine exact: log po must equal it bit for bit
     sampled: np.ndarray | None = None  # [R] bool, tokens that the policy sampled (`rollout.function`); None: all
-    text: str = ""  # decoded response, special tokens removed; empty where `tokens` is None
+    text: str = ""  # decoded response, special tokens removed; empty where another rank sampled it
+    num_turns: int = 1  # times that the policy's turn came
+
     reward: float = 0.0  # after shaping; input of advantages
     raw_reward: float = 0.0  # before shaping: 1.0 = correct
     masked: bool = False  # left out of the loss, and kept in the group's baseline if it has a score (mask_truncated)
     unscored: bool = False  # masked because its reward failed (reward.on_error): no reward of it is known
+    repetition: float | None = None  # share of repeated n-grams, if the owner has sent it
+    advantage: float = 0.0
+    group: int | None = None  # number of its prompt in the batch; None: of a batch whose advantages are final
+    prompt_weight: float = 1.0  # of its prompt, with which the advantage is multiplied
+
+    old_logprobs: np.ndarray | None = None  # [R] float32, log po; None unless computed
+    old_experts: np.ndarray | None = None  # [S, L, K] int16, experts of the pass for log po, for `router_shift`
+    old_scores: np.ndarray | None = None  # [S, L, K] float32, the routers' log scores of them there
+    current_logprobs: np.ndarray | None = None  # [R] float32, log pi of the update's forward pass, if kept
+
     length: int = 0  # R, known on every rank; computed from `tokens` if they are here
     num_sampled: int | None = None  # of the R, known on every rank; computed from `sampled`, or R
-    num_turns: int = 1  # times that the policy's turn came
-    owner: int | None = None  # the rank that has the response; None: every rank
-    repetition: float | None = None  # share of repeated n-grams, if the owner has sent it
-    occurrence: int = 0  # `Prompt.occurrence` of the request
+    owner: int | None = None  # the rank that sampled it and has it until the exchange; None: every rank
+    holder: int | None = None  # the rank that reports for the replica which learned from it; None: every rank
 
     def __post_init__(self) -> None:
         if self.tokens is not None:
             self.length = len(self.tokens)
         if self.num_sampled is None:
             self.num_sampled = self.length if self.sampled is None else int(np.count_nonzero(self.sampled))
+        if self.num_sampled == self.length:
+            self.sampled = None
 
     @property
-    def id(self) -> str:
-        """`sequence_id` of this response, unique within its step."""
-        return sequence_id(self.prompt_id, self.sample, self.occurrence)
+    def sample(self) -> int:
+        """0 … G-1 within its group."""
+        return int(self.id.rpartition("/")[2].partition("+")[0])
 
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
+
+    @property
+    def whole(self) -> np.ndarray:
+        """[S] int64: prompt and response."""
+        return np.concatenate([self.prompt, self.tokens]).astype(np.int64, copy=False)
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def whole_length(self) -> int:
+        """S, known on every rank."""
+        return len(self.prompt) + self.length
+
+    @property
+    def loss_mask(self) -> np.ndarray | None:
+        """[R] bool: trained tokens; None where another rank has the response."""
+        if self.tokens is None:
+            return None
+        if self.masked or self.sampled is None:
+            return np.full(self.length, not self.masked)
+        return self.sampled
+
+    @property
+    def learner_logprobs(self) -> np.ndarray | None:
+        """[R] float32, log po; None where it was not kept. With one update a batch it is that of the update's pass."""
+        return self.current_logprobs if self.old_logprobs is None else self.old_logprobs
+
+    @property
+    def log_rho(self) -> np.ndarray | None:
+        """[R] float64, log po - log mu; None where log po was not kept."""
+        if self.learner_logprobs is None:
+            return None
+        return self.learner_logprobs.astype(np.float64) - self.inference_logprobs
+
+    @property
+    def num_trained(self) -> int:
+        """Number of tokens under the loss mask, known on every rank."""
+        return 0 if self.masked else self.num_sampled
 
 
 @dataclass
@@ -99,62 +159,17 @@ class Group:
 
 
 @dataclass
-class Sequence:
-    """One prompt + response for the learner, ``S = P + R`` tokens.
-
-    Every rank has an entry for every sequence. Arrays of tokens are on the ranks that learn from it
-    (`learner.passes`) and None on the others.
-    """
-
-    id: str  # `sequence_id`, the identity that route checksums and the flight recorder use
-    tokens: np.ndarray | None  # [S] int64
-    prompt_length: int  # P
-    inference_logprobs: np.ndarray | None  # [R] float32
-    loss_mask: np.ndarray | None  # [R] bool: trained tokens
-    advantage: float
-    reward: float
-    policy_versions: np.ndarray | None  # [R] int32
-    exact_logprobs: np.ndarray | None = None  # [R] float32, engine exact: log po must equal it bit for bit
-    routed_experts: np.ndarray | None = None  # [S - 1, L, K]
-    route_checksums: np.ndarray | None = None  # [S - 1 + L] int64, per row, then per layer: `routing.payload`
-    kept_tokens: np.ndarray | None = None  # [R, C] int32, tokens that mu and pi are distributions over; None: all
-    old_logprobs: np.ndarray | None = None  # [R] float32, log po; None unless computed
-    old_experts: np.ndarray | None = None  # [S, L, K] int16, experts of the pass for log po, for `router_shift`
-    old_scores: np.ndarray | None = None  # [S, L, K] float32, the routers' log scores of them there
-    current_logprobs: np.ndarray | None = None  # [R] float32, log pi of the update's forward pass, if kept
-    group: int | None = None  # number of its prompt in the batch; None: of a batch whose advantages are final
-    prompt_weight: float = 1.0  # of its prompt, with which the advantage is multiplied
-    length: int = 0  # S, known on every rank
-    mask_elsewhere: int = 0  # tokens under the loss mask, if the mask is on other ranks
-    owner: int | None = None  # the rank that sampled it and has it until the exchange; None: every rank
-    holder: int | None = None  # the rank that reports for the replica which learned from it; None: every rank
-
-    def __post_init__(self) -> None:
-        if self.tokens is not None:
-            self.length = len(self.tokens)
-
-    @property
-    def response_length(self) -> int:
-        return self.length - self.prompt_length
-
-    @property
-    def num_trained(self) -> int:
-        """Number of tokens under the loss mask, known on every rank."""
-        return self.mask_elsewhere if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
-
-
-@dataclass
 class Batch:
-    """The sequences of one step, known to every rank, in a fixed order.
+    """The responses of one step, known to every rank, in a fixed order.
 
     ``minibatches`` are index lists into ``sequences``; one optimizer step each. Denominators are always computed over a
     whole mini-batch (all data-parallel ranks, all microbatches), never over one rank's part.
     """
 
     step: int
-    sequences: list[Sequence]  # [B]
+    sequences: list[Rollout]  # [B]
     minibatches: list[list[int]]
 
     @property
     def num_tokens(self) -> int:
-        return sum(sequence.length for sequence in self.sequences)
+        return sum(sequence.whole_length for sequence in self.sequences)

@@ -79,7 +79,6 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layout", help="Use this layout, for example tp=1,ep=2 (also pp, etp); sizes that are not named are 1."
     )
-    parser.add_argument("--precision", choices=("bf16", "fp16", "tf32", "fp32"), help="Use this dtype for the learner.")
     parser.add_argument(
         "--weights",
         default="exact",
@@ -95,7 +94,7 @@ def run_replay(options: argparse.Namespace) -> int:
 
         megatron-rl batch replay runs/my-run --step 40
         megatron-rl batch replay runs/my-run --step 40 --layout tp=1,ep=2
-        megatron-rl batch replay runs/my-run --step 40 --precision fp16
+        megatron-rl batch replay runs/my-run --step 40 --set learner.dtype=fp16
         megatron-rl batch replay runs/my-run --step 40 --set routing.replay=off --set objective.aggregation=token-mean
 
     It needs the batch (recorder.record_batches) and the weights of its step: from a checkpoint of that step, or from an
@@ -107,8 +106,7 @@ def run_replay(options: argparse.Namespace) -> int:
 
     layout = rerun.layout_overrides(options.layout) if options.layout else []
     directory, original = rerun.open_run(options.run, layout)
-    precision = [f"learner.dtype={options.precision}"] if options.precision else []
-    _, changed = rerun.open_run(options.run, [*layout, *precision, *options.overrides])
+    _, changed = rerun.open_run(options.run, [*layout, *options.overrides])
     recorded = load_batch(batch_path(directory.batches, options.step))
     ranks = rerun.num_ranks(changed)
     changed = rerun.watching_routes(changed, recorded.batch)

@@ -153,7 +153,7 @@ def measure_pair(
         "+".join(filter(None, (recipe.rollout.dtype, recipe.rollout.quantization.weights))),
         mu=np.concatenate([s.inference_logprobs for s in batch.sequences]).astype(np.float64),
         po=np.concatenate(scored).astype(np.float64),
-        lengths=np.array([s.response_length for s in batch.sequences]),
+        lengths=np.array([s.length for s in batch.sequences]),
         routes_differ=differ,
     )
 

@@ -87,18 +87,17 @@ def made_up_batch(seed: int) -> Batch:
     """Random sequences of mixed length, the same on every rank."""
     import numpy as np
 
-    from megatron_rl.types import Batch, Sequence
+    from megatron_rl.types import Batch, Rollout
 
     random, sequences = np.random.default_rng(seed), []
     for i in range(_SEQUENCES):
         prompt, response = int(random.integers(3, 9)), int(random.integers(4, 25))
         sequences.append(
-            Sequence(
+            Rollout(
                 id=f"doctor:{i}/0",
-                tokens=random.integers(*_TOKENS, prompt + response),
-                prompt_length=prompt,
+                prompt=random.integers(*_TOKENS, prompt),
+                tokens=random.integers(*_TOKENS, response),
                 inference_logprobs=random.normal(-3.0, 1.0, response).clip(max=-0.01).astype(np.float32),
-                loss_mask=np.ones(response, dtype=bool),
                 advantage=float(random.normal()),
                 reward=float(i % 2),
                 policy_versions=np.zeros(response, dtype=np.int32),

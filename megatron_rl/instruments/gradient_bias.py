@@ -35,7 +35,7 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.objective.inputs import MAX_LOG_RATIO
 from megatron_rl.routing import RouteShape
 from megatron_rl.run.recorded_batches import RecordedBatch
-from megatron_rl.types import Batch, Sequence
+from megatron_rl.types import Batch, Rollout
 
 
 @dataclass
@@ -109,7 +109,7 @@ def expert_report(learner: Learner, recorded: RecordedBatch) -> ExpertReport:
 
 def _add(
     report: ExpertReport,
-    sequence: Sequence,
+    sequence: Rollout,
     engine: np.ndarray,
     learner: np.ndarray,
     log_po: np.ndarray,

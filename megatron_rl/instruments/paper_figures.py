@@ -306,7 +306,7 @@ def probabilities(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """
     pairs = []
     for sequence in batch.sequences:
-        learner = sequence.current_logprobs if sequence.old_logprobs is None else sequence.old_logprobs
+        learner = sequence.learner_logprobs
         if learner is not None:
             pairs.append(np.exp(np.stack([learner, sequence.inference_logprobs])[:, sequence.loss_mask]))
     return tuple(np.concatenate(pairs, axis=1)) if pairs else (np.empty(0), np.empty(0))

@@ -201,7 +201,7 @@ def repeat_update(learner: Learner, recorded: RecordedBatch) -> dict[str, float]
     batch = recorded.batch
     for sequence in batch.sequences:
         sequence.old_logprobs = sequence.current_logprobs = None
-    lengths = [sequence.response_length for sequence in batch.sequences]
+    lengths = [sequence.length for sequence in batch.sequences]
     learner.scheduler.observe_length(learner.num_updates, sum(lengths) / len(lengths))
     metrics = learner.update(batch)
     learner.step = batch.step + 1
@@ -304,7 +304,7 @@ def attribute(directory: RunDirectory, recipe: Recipe, recorded: RecordedBatch, 
     if recipe.routing.replay == "r2":
         raise InputError("routing.replay: r2 stores the learner's own routes; attribution needs the engine's")
     variance = _measure(recorded)
-    num_tokens = sum(s.response_length for s in batch.sequences)
+    num_tokens = sum(s.length for s in batch.sequences)
     has_routes = all(s.routed_experts is not None for s in batch.sequences)
     causes = CAUSES if has_routes else CAUSES[1:]
     # A measurement may use an fp32 head in the learner alone.

@@ -67,7 +67,7 @@ def _message(batch: Batch, index: int, token: int, logprobs: np.ndarray, where: 
     number = int((sequence.exact_logprobs != logprobs).sum())
     return (
         f"exact mode, step {batch.step}: sequence {sequence.id!r}, response token {token} (id "
-        f"{sequence.tokens[sequence.prompt_length + token]}): log mu {log_mu:.9g} in generation, log po {log_po:.9g} "
+        f"{sequence.tokens[token]}): log mu {log_mu:.9g} in generation, log po {log_po:.9g} "
         f"in the {where}, |exp - exp| = {abs(np.exp(log_mu) - np.exp(log_po)):.3g}; {number} of {len(logprobs)} tokens "
         "of the sequence differ."
     )
@@ -103,8 +103,8 @@ def _trained_rows(learner: Learner, batch: Batch, index: int) -> Rows:
         start = None
         if index in microbatch.indices:
             before = microbatch.indices[: microbatch.indices.index(index)]
-            start = sum(batch.sequences[i].length for i in before)
-        length = batch.sequences[index].length
+            start = sum(batch.sequences[i].whole_length for i in before)
+        length = batch.sequences[index].whole_length
 
         def keep(name: str, hidden: torch.Tensor, start: int | None = start, length: int = length) -> None:
             for position in range(length if start is not None else 0):
@@ -123,15 +123,17 @@ def _generated_rows(learner: Learner, batch: Batch, index: int) -> Rows:
     decoder, rows = learner.decoder(), {}
     tokens = tokens_at(batch, decoder.replica_of(len(batch.sequences)), learner.replicas)
     # Of what another replica generates the decoder knows the length alone.
-    whole = [tokens.get(i, np.zeros(s.length, np.int32)) for i, s in enumerate(batch.sequences)]
-    prompts = [tokens[: s.prompt_length].tolist() for tokens, s in zip(whole, batch.sequences, strict=True)]
-    responses = [tokens[s.prompt_length :] for tokens, s in zip(whole, batch.sequences, strict=True)]
+    responses = [tokens.get(i, np.zeros(s.length, np.int32)) for i, s in enumerate(batch.sequences)]
 
     def keep(name: str, hidden: torch.Tensor) -> None:
         for row, (sequence, position) in enumerate(decoder.row_owners):
-            if sequence == index and position < batch.sequences[index].length:
+            if sequence == index and position < batch.sequences[index].whole_length:
                 rows.setdefault(position, {})[name] = hidden[row].clone()
 
     with decoder.watched(keep):
-        decoder.run(prompts, [len(response) for response in responses], GivenTokens(responses, learner.device))
+        decoder.run(
+            [list(s.prompt) for s in batch.sequences],
+            [len(response) for response in responses],
+            GivenTokens(responses, learner.device),
+        )
     return rows

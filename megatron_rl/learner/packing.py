@@ -21,7 +21,7 @@ from megatron_rl.learner.model import use_transformer_engine
 from megatron_rl.objective import Denominators, ObjectiveInputs, compute_denominators
 from megatron_rl.process.ranks import world_rank, world_size
 from megatron_rl.routing import RouteSlice
-from megatron_rl.types import Batch, Sequence
+from megatron_rl.types import Batch, Rollout
 
 
 def deal(lengths: Seq[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
@@ -137,19 +137,19 @@ def build_microbatch(
     ``exact``: for a model of `rollout.engine: exact`.
     """
     sequences = [batch.sequences[i] for i in indices]
-    row = _lay_out([len(s.tokens) for s in sequences], multiple_of, share)
+    row = _lay_out([s.whole_length for s in sequences], multiple_of, share)
     padded = row.padded
     starts = np.cumsum([0, *padded])
-    rows = [np.arange(start + s.prompt_length, start + len(s.tokens)) - 1 for start, s in zip(starts, sequences)]
+    rows = [np.arange(start + s.prompt_length, start + s.whole_length) - 1 for start, s in zip(starts, sequences)]
 
     def join(pieces: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(pieces or [np.zeros(0)])).to(device=device, dtype=dtype)
 
-    tokens = [x for s, n in zip(sequences, row.after, strict=True) for x in (s.tokens, np.full(n, pad_token))]
+    tokens = [x for s, n in zip(sequences, row.after, strict=True) for x in (s.whole, np.full(n, pad_token))]
     tokens.append(np.full(row.tail, pad_token))
     position_ids = [np.arange(n) for n in padded]
     padding = [np.arange(n) >= length for n, length in zip(padded, [*row.lengths, 0])]
-    labels = [s.tokens[s.prompt_length :] for s in sequences]
+    labels = [s.tokens for s in sequences]
     has_sets = bool(sequences) and all(s.kept_tokens is not None for s in sequences)
     kept = np.concatenate([s.kept_tokens for s in sequences]) if has_sets else None
     places = None
@@ -173,8 +173,8 @@ def build_microbatch(
         positions=join(rows, torch.int64),
         labels=join(labels, torch.int64),
         places=None if places is None else join([places], torch.int64),
-        response_lengths=[s.response_length for s in sequences],
-        cu_seqlens=join([np.cumsum([0, *(s.response_length for s in sequences)])], torch.int64),
+        response_lengths=[s.length for s in sequences],
+        cu_seqlens=join([np.cumsum([0, *(s.length for s in sequences)])], torch.int64),
         inference_logprobs=join([s.inference_logprobs for s in sequences], torch.float32),
         old_logprobs=join([s.old_logprobs for s in sequences], torch.float32) if has_old else None,
         advantages=torch.tensor([s.advantage for s in sequences], dtype=torch.float32, device=device),
@@ -191,11 +191,11 @@ def _lay_out(lengths: list[int], tensor: int, share: ContextShare) -> Row:
     return Row(lengths, after, -total % multiple if total else multiple, share)
 
 
-def minibatch_denominators(sequences: list[Sequence], config: ObjectiveConfig) -> Denominators:
+def minibatch_denominators(sequences: list[Rollout], config: ObjectiveConfig) -> Denominators:
     """What the losses of a mini-batch are divided by, from all of its sequences, whichever rank will run them.
 
     Collective where the objective counts what its corrections do (`renormalize`, `normalize`): each rank counts the
-    sequences that it speaks for (`Sequence.holder`).
+    sequences that it speaks for (`Rollout.holder`).
     """
     if not config.renormalizes:
         return Denominators(float(sum(s.num_trained for s in sequences)), float(len(sequences)), False)
@@ -209,7 +209,7 @@ def minibatch_denominators(sequences: list[Sequence], config: ObjectiveConfig) -
     return Denominators.from_tensor(sums.tolist(), counts.renormalized)
 
 
-def _count(sequences: list[Sequence], config: ObjectiveConfig) -> Denominators:
+def _count(sequences: list[Rollout], config: ObjectiveConfig) -> Denominators:
     old, inference, mask = (
         torch.from_numpy(np.concatenate([getattr(s, name) for s in sequences]))
         if all(getattr(s, name) is not None for s in sequences)
@@ -223,7 +223,7 @@ def _count(sequences: list[Sequence], config: ObjectiveConfig) -> Denominators:
             inference_logprobs=inference,
             advantages=torch.tensor([s.advantage for s in sequences]),
             loss_mask=mask,
-            cu_seqlens=torch.tensor([0, *(s.response_length for s in sequences)]).cumsum(0),
+            cu_seqlens=torch.tensor([0, *(s.length for s in sequences)]).cumsum(0),
         ),
         config,
     )

@@ -34,7 +34,7 @@ from megatron_rl.learner.process_groups import replica_group
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
 from megatron_rl.process.ranks import Shape, gather_objects, hand_on, send, together, world_rank
 from megatron_rl.routing import RouteError
-from megatron_rl.types import Batch, Sequence
+from megatron_rl.types import Batch, Rollout
 
 LOGPROBS = np.dtype(np.float32)
 
@@ -71,15 +71,15 @@ def speaks() -> bool:
 
 @dataclass(frozen=True)
 class _Field:
-    """A kind of array: its name in `Sequence`, what travels, and what it is made of on arrival."""
+    """A kind of array: its name in `Rollout`, what travels, and what it is made of on arrival."""
 
     name: str
     dtype: np.dtype
-    shape: Callable[[Sequence], Shape]
+    shape: Callable[[Rollout], Shape]
     becomes: np.dtype | None = None  # None: as it travels
 
 
-_TOKENS = _Field("tokens", np.dtype(np.int32), lambda s: (s.length,), np.dtype(np.int64))
+_TOKENS = _Field("tokens", np.dtype(np.int32), lambda s: (s.length,))
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class _Contents:
     routes: tuple[str, int, int] | None  # dtype, layers and experts per token
     exact: bool  # log po as the exact engine computed it
     kept: int  # most tokens in a kept set; 0: there are none
-    masks: bool  # some loss masks have a part of their response
+    masks: bool  # the policy sampled a part of some response
 
     @classmethod
     def of(cls, batch: Batch) -> _Contents:
@@ -99,53 +99,48 @@ class _Contents:
         kept = max((s.kept_tokens.shape[1] for s in batch.sequences if s.kept_tokens is not None), default=0)
         about = gather_objects((None if routes is None else (routes.dtype.str, *routes.shape[1:]), exact, kept))
         shapes, flags, widths = zip(*about, strict=True)
-        masks = any(0 < s.num_trained < s.response_length for s in batch.sequences)
+        masks = any(s.num_sampled < s.length for s in batch.sequences)
         return cls(next((shape for shape in shapes if shape is not None), None), any(flags), max(widths), masks)
 
     @property
     def fields(self) -> list[_Field]:
         described = [
             _TOKENS,
-            _Field("inference_logprobs", LOGPROBS, lambda s: (s.response_length,)),
-            _Field("policy_versions", np.dtype(np.int32), lambda s: (s.response_length,)),
+            _Field("inference_logprobs", LOGPROBS, lambda s: (s.length,)),
+            _Field("policy_versions", np.dtype(np.int32), lambda s: (s.length,)),
         ]
         if self.exact:
-            described.append(_Field("exact_logprobs", LOGPROBS, lambda s: (s.response_length,)))
+            described.append(_Field("exact_logprobs", LOGPROBS, lambda s: (s.length,)))
         if self.masks:
-            described.append(
-                _Field("loss_mask", np.dtype(np.uint8), lambda s: (s.response_length,), np.dtype(np.bool_))
-            )
+            described.append(_Field("sampled", np.dtype(np.uint8), lambda s: (s.length,), np.dtype(np.bool_)))
         if self.kept:
-            described.append(_Field("kept_tokens", np.dtype(np.int32), lambda s: (s.response_length, self.kept)))
+            described.append(_Field("kept_tokens", np.dtype(np.int32), lambda s: (s.length, self.kept)))
         return described if self.routes is None else [*described, *_route_fields(*self.routes)]
 
 
 def _route_fields(dtype: str, layers: int, topk: int) -> list[_Field]:
     return [
-        _Field("route_checksums", np.dtype(np.int64), lambda s: (s.length - 1 + layers,)),
-        _Field("routed_experts", np.dtype(dtype), lambda s: (s.length - 1, layers, topk)),
+        _Field("route_checksums", np.dtype(np.int64), lambda s: (s.whole_length - 1 + layers,)),
+        _Field("routed_experts", np.dtype(dtype), lambda s: (s.whole_length - 1, layers, topk)),
     ]
 
 
 def distribute(batch: Batch, homes: list[list[int]], replicas: Replicas) -> None:
     """Bring every sequence to the replicas ``homes[i]``, and forget it everywhere else.
 
-    What every rank holds (`Sequence.owner` None) stays as it is. Collective.
+    What every rank holds (`Rollout.owner` None) stays as it is. Collective.
     """
     numbers = [i for i, s in enumerate(batch.sequences) if s.owner is not None]
     if not numbers:
         return
     moves = [(i, batch.sequences[i].owner, replicas.speakers[home]) for i in numbers for home in homes[i]]
     wanted = [i for i in numbers if replicas.own in homes[i]]
-    trained = {i: batch.sequences[i].num_trained for i in numbers}
-    for field in _Contents.of(batch).fields:
+    contents = _Contents.of(batch)
+    for sequence in (batch.sequences[i] for i in numbers if contents.masks):
+        if sequence.tokens is not None and sequence.sampled is None:
+            sequence.sampled = np.full(sequence.length, True)
+    for field in contents.fields:
         _move(batch, field, numbers, moves, wanted, replicas)
-    for i in numbers:
-        sequence = batch.sequences[i]
-        if sequence.tokens is None:
-            sequence.mask_elsewhere, sequence.loss_mask = trained[i], None
-        elif sequence.loss_mask is None:
-            sequence.loss_mask = np.full(sequence.response_length, trained[i] > 0)
 
 
 def hand_over_routes(batch: Batch, source: list[int], target: list[int], replicas: Replicas) -> None:
@@ -159,7 +154,7 @@ def hand_over_scores(batch: Batch, source: list[int], target: list[int], replica
     shapes = gather_objects(next((s.old_scores.shape[1:] for s in batch.sequences if s.old_scores is not None), None))
     shape = next(shape for shape in shapes if shape is not None)
     kinds = (("old_experts", np.dtype(np.int16)), ("old_scores", np.dtype(np.float32)))
-    fields = [_Field(name, dtype, lambda s: (s.length, *shape)) for name, dtype in kinds]
+    fields = [_Field(name, dtype, lambda s: (s.whole_length, *shape)) for name, dtype in kinds]
     _hand_over(batch, fields, source, target, replicas)
 
 
@@ -180,7 +175,7 @@ def hand_over_logprobs(
     ``computed``: this replica's, on its last stage. Where both are the same they stay there. Collective.
     """
     moving = [i for i in range(len(batch.sequences)) if source[i] != target[i]]
-    shapes = {i: (batch.sequences[i].response_length,) for i in moving}
+    shapes = {i: (batch.sequences[i].length,) for i in moving}
     arrived = send(
         computed, shapes, LOGPROBS, [(i, *(replicas.speakers[x[i]] for x in (source, target))) for i in moving]
     )
@@ -190,8 +185,8 @@ def hand_over_logprobs(
 
 
 def tokens_at(batch: Batch, target: list[int], replicas: Replicas) -> dict[int, np.ndarray]:
-    """Tokens [S] int32 of the sequences that ``target`` [B] gives to this replica, by number, from the replicas that
-    have learned from them (`Sequence.holder`). The batch stays as it is. Collective."""
+    """Tokens [R] int32 of the responses that ``target`` [B] gives to this replica, by number, from the replicas that
+    have learned from them (`Rollout.holder`). The batch stays as it is. Collective."""
     shapes = {i: _TOKENS.shape(s) for i, s in enumerate(batch.sequences)}
     held = {
         i: np.ascontiguousarray(s.tokens, dtype=_TOKENS.dtype)
@@ -230,8 +225,8 @@ def keep_scores(batch: Batch, microbatch: Microbatch) -> None:
     log_scores = microbatch.router_now.log_scores.cpu().numpy()
     for i, start in zip(microbatch.indices, microbatch.row.starts):  # padding at the end belongs to none
         sequence = batch.sequences[i]
-        sequence.old_experts = experts[start : start + sequence.length].copy()
-        sequence.old_scores = log_scores[start : start + sequence.length].copy()
+        sequence.old_experts = experts[start : start + sequence.whole_length].copy()
+        sequence.old_scores = log_scores[start : start + sequence.whole_length].copy()
 
 
 def scores_before(batch: Batch, microbatch: Microbatch, device: torch.device) -> RouterScores | None:
@@ -242,8 +237,8 @@ def scores_before(batch: Batch, microbatch: Microbatch, device: torch.device) ->
     shape = (microbatch.tokens.numel(), *sequences[0].old_scores.shape[1:])
     experts, log_scores = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
     for sequence, start in zip(sequences, microbatch.row.starts):
-        experts[start : start + sequence.length] = sequence.old_experts
-        log_scores[start : start + sequence.length] = sequence.old_scores
+        experts[start : start + sequence.whole_length] = sequence.old_experts
+        log_scores[start : start + sequence.whole_length] = sequence.old_scores
     return RouterScores(torch.from_numpy(experts).to(device), torch.from_numpy(log_scores).to(device))
 
 
@@ -315,7 +310,7 @@ class Passes:
 
     def _deal(self, batch: Batch, indices: list[int] | range) -> list[list[list[int]]]:
         """Deal sequences to the microbatches of every replica, the same on every rank."""
-        lengths = [batch.sequences[i].length for i in indices]
+        lengths = [batch.sequences[i].whole_length for i in indices]
         plan = deal(lengths, parallel_state.get_data_parallel_world_size(), self._config.max_tokens_per_microbatch)
         return [[[indices[i] for i in chosen] for chosen in replica] for replica in plan]
 

@@ -33,6 +33,7 @@ from megatron_rl.model.architecture import Architecture
 from megatron_rl.process.ranks import hand_on
 from megatron_rl.routing import (
     LayerTelemetry,
+    RouteError,
     RouteShape,
     RouteSlice,
     pack_routes,
@@ -41,8 +42,8 @@ from megatron_rl.routing import (
     router_metrics,
 )
 from megatron_rl.routing.layout import CheckedRoutes, parts_in
-from megatron_rl.routing.payload import malformed_error, malformed_on, missing_id
-from megatron_rl.types import Batch, Sequence
+from megatron_rl.routing.payload import malformed_rows, missing_id
+from megatron_rl.types import Batch, Rollout
 
 # native: routers decide. watch: they decide, and are compared with the routes on record. replay: those on record are
 # used (and compared). record: routers decide, and what they chose is kept.
@@ -115,13 +116,13 @@ class RouterReplayer:
             router.telemetry = LayerTelemetry(self.device)
         self._flips: list[torch.Tensor] = []  # [2, n] uint8 per forward pass: token has a route, differs in a layer
         self._due = self._missing = 0
-        self._known = CheckedRoutes(checks_rows=self.device.type == "cpu")
+        self._known = CheckedRoutes()
         # Of the step, by the packed row: its slice, and the routes that it was made of.
         self._slices: dict[tuple[int, tuple[str, ...]], tuple[RouteSlice, list[np.ndarray]]] = {}
 
     # -- one rank's share of the routes
 
-    def slice(self, sequences: list[Sequence], microbatch: Microbatch) -> RouteSlice:
+    def slice(self, sequences: list[Rollout], microbatch: Microbatch) -> RouteSlice:
         """Routes of this rank's tokens and layers, verified. Raises `RouteError`.
 
         A row that a pass of the same step has had already is the same slice.
@@ -131,33 +132,30 @@ class RouterReplayer:
         earlier, of = self._slices.get(row, (None, []))
         if earlier is not None and all(self._known.get(s) is routes for s, routes in zip(sequences, of, strict=True)):
             return earlier
-        packed = pack_routes(sequences, layout.tail, self.shape, self.config, self._known, layout.after)
+        packed = pack_routes(sequences, layout.tail, self.shape, self._known, layout.after)
         routes = packed.take(_own_ranges(microbatch), self.layers)
         layers = [self.shape.layers.index(router.layer_number - 1) for router in self.routers]
         routes.verify(self._own_keys(routes.parts, microbatch), layers, self.shape)
-        if not self._known.checks_rows:
-            self._check_rows(routes)
+        self._check_rows(routes)
         routes.settle()
         self._slices[row] = routes, [self._known.get(s) for s in sequences]
         return routes
 
     def _check_rows(self, routes: RouteSlice) -> None:
-        """On the device: every row that is not padding names different experts that there are."""
+        """On the device: every row that has a record names different experts that there are."""
         small = routes.experts if routes.experts.dtype == np.uint8 else routes.experts.astype(np.int32)
-        malformed = malformed_on(torch.from_numpy(small).to(self.device), self.shape.num_experts)
+        malformed = malformed_rows(torch.from_numpy(small).to(self.device), self.shape.num_experts)
         if not malformed.any():
             return
         wrong = malformed.cpu().numpy()
         if self.config.malformed == "error":
             row, layer = (int(x) for x in np.argwhere(wrong)[0])
             sequence, token = routes.owner(row)
-            raise malformed_error(
-                f"sequence {sequence}",
-                self.shape,
-                self.layers[layer],
-                token,
-                routes.experts[row, layer],
-                f"{wrong.sum()} in the microbatch",
+            raise RouteError(
+                f"sequence {sequence}, layer {self.shape.layers[self.layers[layer]]}, token {token}: experts "
+                f"{routes.experts[row, layer].tolist()}; expected {self.shape.topk} different ones of 0 … "
+                f"{self.shape.num_experts - 1} (such rows: {wrong.sum()} in the microbatch; routing.malformed: "
+                "fallback leaves them to the router)"
             )
         routes.experts = np.where(wrong[..., None], missing_id(self.shape.dtype), routes.experts)
         routes.experts = routes.experts.astype(self.shape.dtype)
@@ -247,12 +245,12 @@ class RouterReplayer:
         for row, padded in rows.items():
             starts = np.cumsum([0, *padded]).tolist()
             for i, start in zip(row, starts):  # padding at the end belongs to none
-                routes[i] = whole[row][start : start + batch.sequences[i].length]
+                routes[i] = whole[row][start : start + batch.sequences[i].whole_length]
         for i, routed in routes.items():
             # As an engine reports them: the last token predicts nothing, so its route is left out.
             sequence = batch.sequences[i]
             sequence.routed_experts = routed[:-1]
-            sequence.route_checksums = route_checksums(sequence.id, sequence.tokens, routed[:-1])
+            sequence.route_checksums = route_checksums(sequence.id, sequence.whole, routed[:-1])
 
     def _of_replica(self, pieces: list[Piece]) -> Iterator[Piece]:
         """The pieces of one rank of this replica after the other."""

@@ -25,8 +25,7 @@ from megatron_rl.errors import InputError, printable, shown
 from megatron_rl.monitor.run_directory import append_whole, drop_from
 from megatron_rl.process.host import write_whole
 from megatron_rl.process.ranks import gather_objects, gather_rows, world_rank, world_size
-from megatron_rl.types import Batch, Group, Prompt, Rollout
-from megatron_rl.types import Sequence as Trained
+from megatron_rl.types import Group, Prompt, Rollout
 
 # Odd multiplier of the polynomial hash over n-grams, modulo 2^64 (Knuth's MMIX constant). Two different n-grams collide
 # with probability of about 2^-64, which does not matter for a fraction.
@@ -87,7 +86,7 @@ def rollout_metrics(groups: Sequence[Group], ngram: int = REPETITION_NGRAM) -> d
     }
 
 
-MAX_CHARS, MAX_BYTES = 4000, 64 << 20  # of a text; of the file, and of what TensorBoard gets from one start
+MAX_CHARS, MAX_BYTES = 4000, 64 << 20  # of a text; of the file
 
 
 def shorten(text: str, max_chars: int = MAX_CHARS) -> str:
@@ -153,20 +152,19 @@ def describe(prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def rho_summary(sequence: Trained) -> dict[str, float] | None:
+def rho_summary(rollout: Rollout) -> dict[str, float] | None:
     """Return mean, standard deviation, minimum and maximum of rho = po / mu over the response's tokens.
 
     If a part of the response is trained on (`rollout.function`), it is that part.
 
     Returns None if the learner kept no log-probs (`recorder.record_batches: off` with one update per batch).
     """
-    logprobs = sequence.current_logprobs if sequence.old_logprobs is None else sequence.old_logprobs
-    if logprobs is None or not len(logprobs):
-        return None
     with np.errstate(over="ignore", invalid="ignore"):
-        rho = np.exp(logprobs.astype(np.float64) - sequence.inference_logprobs)
-        if sequence.loss_mask is not None and sequence.loss_mask.any():
-            rho = rho[sequence.loss_mask]
+        if (log_rho := rollout.log_rho) is None or not len(log_rho):
+            return None
+        rho = np.exp(log_rho)
+        if (mask := rollout.loss_mask) is not None and mask.any():
+            rho = rho[mask]
         summary = {"mean": rho.mean(), "std": rho.std(), "min": rho.min(), "max": rho.max()}
     return {name: float(value) for name, value in summary.items()}
 
@@ -267,7 +265,8 @@ def _indented(text: Any) -> str:
 def share_repetition(groups: Sequence[Group], ngram: int = REPETITION_NGRAM) -> None:
     """Fill `Rollout.repetition` on every rank; each computes it for the responses that it holds. Collective."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    places = [i % world_size() if r.owner is None else r.owner for i, r in enumerate(rollouts)]
+    holders = [r.owner if r.holder is None else r.holder for r in rollouts]
+    places = [i % world_size() if holder is None else holder for i, holder in enumerate(holders)]
     rank = world_rank()
     local_rollouts = [r for r, place in zip(rollouts, places, strict=True) if place == rank]
     fractions = gather_rows([[repetition_fraction(r.tokens, ngram)] for r in local_rollouts], places, width=1)
@@ -275,21 +274,16 @@ def share_repetition(groups: Sequence[Group], ngram: int = REPETITION_NGRAM) -> 
         rollout.repetition = value
 
 
-def share_samples(
-    groups: Sequence[Group], batch: Batch | None, places: Sequence[int]
-) -> dict[int, dict[str, float] | None]:
-    """Bring the texts of the responses ``places`` to the main rank; returns `rho_summary` of each there. Collective.
-
-    ``batch``: of these groups, in the same order, as the learner left it.
-    """
+def share_samples(groups: Sequence[Group], places: Sequence[int]) -> dict[int, dict[str, float] | None]:
+    """Bring the texts of the responses ``places`` to the main rank; returns `rho_summary` of each there. Collective."""
     if not places:
         return {}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     texts_and_ratios: dict[int, tuple[str | None, dict[str, float] | None]] = {}
     for place in places:
-        text = rollouts[place].text if _speaks(rollouts[place].owner) else None
-        sequence = batch.sequences[place] if batch is not None else None
-        rho = rho_summary(sequence) if sequence is not None and _speaks(sequence.holder) else None
+        rollout = rollouts[place]
+        text = rollout.text if _speaks(rollout.owner) else None
+        rho = rho_summary(rollout) if _speaks(rollout.holder) else None
         if text is not None or rho is not None:
             texts_and_ratios[place] = text, rho
     ratios: dict[int, dict[str, float] | None] = {}

@@ -343,8 +343,9 @@ class Rewarder:
         rollout.reward = rollout.raw_reward
         overlong = self._config.overlong
         if overlong:
-            length = len(rollout.tokens)
-            rollout.reward += overlong_penalty(length, self._max_response_length, overlong.buffer, overlong.penalty)
+            rollout.reward += overlong_penalty(
+                rollout.length, self._max_response_length, overlong.buffer, overlong.penalty
+            )
         if self._config.mask_truncated and rollout.truncated:
             rollout.masked = True
 

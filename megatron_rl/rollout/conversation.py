@@ -25,7 +25,7 @@ from megatron_rl.errors import InputError, shown
 from megatron_rl.model.architecture import Architecture
 from megatron_rl.process.user_functions import load_function
 from megatron_rl.rollout.generator import LegCounts, RolloutError, Sampling, sampling_fields
-from megatron_rl.rollout.requests import Request, SealedRoutes, make_rollout
+from megatron_rl.rollout.requests import Request, Sealed, make_rollout
 from megatron_rl.routing import checksums_from_row, joined_checksums
 from megatron_rl.types import FinishReason, Prompt, Rollout
 
@@ -185,17 +185,17 @@ class Conversation:
         return self._logprobs[: len(self.response)]
 
     @property
-    def routes(self) -> np.ndarray | SealedRoutes | None:
+    def routes(self) -> np.ndarray | Sealed | None:
         """[P + R - 1, L, K] over all turns, sealed where a server sealed them; None where the engine recorded none."""
         if not self._routes:
             return None
         routes = np.concatenate(self._routes)
         if not self._checksums:
             return routes
-        return SealedRoutes(routes, joined_checksums(self._checksums, routes.shape[1]))
+        return routes, joined_checksums(self._checksums, routes.shape[1])
 
     @property
-    def versions(self) -> np.ndarray | None:
+    def policy_versions(self) -> np.ndarray | None:
         """[R] int32, of the weights that sampled each token, or that read it; None where turns do not say."""
         return np.concatenate(self._versions) if self._versions else None
 

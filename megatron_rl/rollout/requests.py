@@ -20,7 +20,7 @@ from megatron_rl.model.architecture import Architecture
 from megatron_rl.process.ranks import gather_objects, gather_rows, world_rank
 from megatron_rl.rollout.generator import RolloutError
 from megatron_rl.routing import RouteShape, missing_id, route_checksums
-from megatron_rl.types import FINISH_REASONS, FinishReason, Group, Prompt, Rollout, sequence_id
+from megatron_rl.types import FINISH_REASONS, MAX_LOGPROB, FinishReason, Group, Prompt, Rollout, sequence_id
 
 S = TypeVar("S", bound=Seq)
 
@@ -37,7 +37,7 @@ class Request:
 
     @property
     def sequence_id(self) -> str:
-        """`types.Sequence.id` of what this becomes."""
+        """`types.Rollout.id` of what this becomes."""
         return sequence_id(self.prompt.id, self.sample, self.occurrence)
 
 
@@ -128,16 +128,8 @@ def everywhere(groups: list[Group]) -> list[Group]:
     return groups
 
 
-# Above this a log-prob cannot be rounding: probabilities do not exceed one.
-MAX_LOGPROB = 1e-4
-
-
-@dataclass(frozen=True)
-class SealedRoutes:
-    """Routes of one response with the checksums that tie them to its tokens."""
-
-    routes: np.ndarray  # [P + R - 1, L, K] of `RouteShape.dtype`
-    checksums: np.ndarray  # [P + R - 1 + L] int64
+Sealed = tuple[np.ndarray, np.ndarray]
+"""Routes [P + R - 1, L, K] of `RouteShape.dtype`, and the `route_checksums` that tie them to their tokens."""
 
 
 def make_rollout(
@@ -146,7 +138,7 @@ def make_rollout(
     logprobs: Sequence[float] | np.ndarray,
     finish_reason: str | None,
     policy_version: int | np.ndarray,
-    routes: np.ndarray | SealedRoutes | None = None,
+    routes: np.ndarray | Sealed | None = None,
     architecture: Architecture | None = None,
     text: str = "",
     kept_tokens: np.ndarray | None = None,
@@ -156,7 +148,7 @@ def make_rollout(
     """Check one response and wrap it. Raises `RolloutError` that names the prompt and sample.
 
     ``policy_version``: of the response, or [R] of each token. ``routes`` [P + R - 1, all layers, K] as the engine
-    records them (see `seal_routes`), or sealed elsewhere. Absent where routes were not asked for, together with
+    records them, or what `seal_routes` made of them elsewhere. Absent where routes were not asked for, together with
     ``architecture``. ``kept_tokens``, ``sampled``, ``num_turns``: as in `Rollout`.
     """
     where = _where(request)
@@ -168,21 +160,22 @@ def make_rollout(
     if not (np.isfinite(inference_logprobs).all() and (inference_logprobs <= MAX_LOGPROB).all()):
         worst = int(np.argmax(~np.isfinite(inference_logprobs) | (inference_logprobs > MAX_LOGPROB)))
         raise RolloutError(f"{where}: log-prob {inference_logprobs[worst]} of response token {worst} is impossible")
-    sealed = None
-    if isinstance(routes, SealedRoutes):
-        sealed = _checked(where, request, len(tokens), routes, architecture)
-    elif architecture is not None:  # sealed where the routes arrive, so that every later change is noticed
-        sealed = seal_routes(where, request.sequence_id, request.prompt.tokens, tokens, routes, architecture)
+    experts = checksums = None
+    if isinstance(routes, tuple):
+        experts, checksums = _checked(where, request, len(tokens), routes, architecture)
+    elif architecture is not None:  # sealed on arrival, so that every later change is noticed
+        experts, checksums = seal_routes(
+            where, request.sequence_id, request.prompt.tokens, tokens, routes, architecture
+        )
     return Rollout(
-        prompt_id=request.prompt.id,
-        sample=request.sample,
-        occurrence=request.occurrence,
+        id=request.sequence_id,
+        prompt=request.prompt.tokens,
         tokens=np.asarray(tokens, dtype=np.int32),
         inference_logprobs=inference_logprobs,
         finish_reason=finish_reason,
         policy_versions=np.full(len(tokens), policy_version, dtype=np.int32),
-        routed_experts=None if sealed is None else sealed.routes,
-        route_checksums=None if sealed is None else sealed.checksums,
+        routed_experts=experts,
+        route_checksums=checksums,
         kept_tokens=kept_tokens,
         sampled=sampled,
         num_turns=num_turns,
@@ -195,16 +188,15 @@ def elsewhere(
 ) -> Rollout:
     """What a rank knows of a response that another one holds."""
     return Rollout(
-        request.prompt.id,
-        request.sample,
+        request.sequence_id,
+        request.prompt.tokens,
+        None,
         None,
         None,
         finish_reason,
-        None,
         length=length,
         num_sampled=num_sampled,
         num_turns=num_turns,
-        occurrence=request.occurrence,
     )
 
 
@@ -216,7 +208,7 @@ def seal_routes(
     routes: np.ndarray | None,
     architecture: Architecture,
     first_row: int = 0,
-) -> SealedRoutes:
+) -> Sealed:
     """Return an engine's ``routes`` [P + R - 1, all layers, K], checked and sealed for ``sequence_id``.
 
     Rows are those of prompt and response tokens but the last, without the first ``first_row``. Dense layers are
@@ -231,7 +223,7 @@ def seal_routes(
         )
     recorded = _of_experts(where, routes, RouteShape.of(architecture), architecture.num_layers)
     whole = np.concatenate([prompt, tokens])
-    return SealedRoutes(recorded, route_checksums(sequence_id, whole, recorded, first_row))
+    return recorded, route_checksums(sequence_id, whole, recorded, first_row)
 
 
 def _of_experts(where: str, routes: np.ndarray, shape: RouteShape, num_layers: int) -> np.ndarray:
@@ -252,19 +244,18 @@ def _of_experts(where: str, routes: np.ndarray, shape: RouteShape, num_layers: i
 
 
 def _checked(
-    where: str, request: Request, num_tokens: int, sealed: SealedRoutes, architecture: Architecture | None
-) -> SealedRoutes:
+    where: str, request: Request, num_tokens: int, sealed: Sealed, architecture: Architecture | None
+) -> Sealed:
     """Return ``sealed`` if its shape and type are those of the response; its seals are checked where routes are
     used."""
     assert architecture is not None, "routes that nobody asked for"
-    shape = RouteShape.of(architecture)
+    (routes, seals), shape = sealed, RouteShape.of(architecture)
     rows = len(request.prompt.tokens) + num_tokens - 1
     expected = (rows, len(shape.layers), shape.topk)
-    layout = (sealed.routes.shape, sealed.routes.dtype, sealed.checksums.shape)
-    if layout != (expected, shape.dtype, (rows + len(shape.layers),)):
+    if (routes.shape, routes.dtype, seals.shape) != (expected, shape.dtype, (rows + len(shape.layers),)):
         raise RolloutError(
             f"{where}: routes of shape {expected} (prompt + response - 1, MoE layers, top-k) and {shape.dtype} due, "
-            f"with a checksum for each row and layer; got {layout[0]} of {layout[1]} with {layout[2]} checksums"
+            f"with a checksum for each row and layer; got {routes.shape} of {routes.dtype} with {seals.shape} checksums"
         )
     return sealed
 

@@ -18,7 +18,6 @@ from itertools import zip_longest
 import numpy as np
 import torch
 
-from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.routing.payload import (
     RouteError,
     RouteShape,
@@ -28,7 +27,7 @@ from megatron_rl.routing.payload import (
     sequence_key,
     token_keys,
 )
-from megatron_rl.types import Sequence
+from megatron_rl.types import Rollout
 
 PADDING_ID = "padding"  # sequence id of the padding at the end of a row
 
@@ -167,10 +166,9 @@ def _columns(x: np.ndarray, layers: Seq[int]) -> np.ndarray:
 
 
 def pack_routes(
-    sequences: list[Sequence],
+    sequences: list[Rollout],
     num_padding: int,
     shape: RouteShape,
-    config: RoutingConfig,
     known: CheckedRoutes | None = None,
     after: Seq[int] = (),
 ) -> PackedRoutes:
@@ -192,12 +190,12 @@ def pack_routes(
     for s, follows in zip_longest(sequences, after, fillvalue=0):
         routes, seals = known.get(s), None
         if routes is None:
-            routes, seals = checked_routes(s, shape, config.malformed, known.checks_rows)
+            routes, seals = checked_routes(s, shape)
             known.add(s, routes)
-        keys = token_keys(s.tokens, np.arange(len(s.tokens)), sequence_key(s.id))
-        parts.append(_Part(s.id, len(s.tokens), keys, routes, seals))
+        keys = token_keys(s.whole, np.arange(s.whole_length), sequence_key(s.id))
+        parts.append(_Part(s.id, s.whole_length, keys, routes, seals))
         if follows:
-            pad(follows, len(s.tokens))
+            pad(follows, s.whole_length)
     if num_padding:
         pad(num_padding, 0)
     return PackedRoutes(parts)
@@ -207,23 +205,21 @@ class CheckedRoutes:
     """Routes that passed their checks, so that the next pass of a step does not repeat them.
 
     A sequence is identified by the checked arrays themselves: other tokens, routes or checksums are checked again.
-    ``checks_rows``: look for malformed rows; False if the device does (`payload.malformed_on`).
     """
 
-    def __init__(self, checks_rows: bool = True) -> None:
-        self.checks_rows = checks_rows
+    def __init__(self) -> None:
         self._found: dict[str, tuple[tuple, np.ndarray]] = {}
 
-    def get(self, sequence: Sequence) -> np.ndarray | None:
+    def get(self, sequence: Rollout) -> np.ndarray | None:
         arrays, routes = self._found.get(sequence.id, ((), None))
         same = len(arrays) == 3 and all(a is b for a, b in zip(arrays, self._arrays(sequence), strict=True))
         return routes if same else None
 
-    def add(self, sequence: Sequence, routes: np.ndarray) -> None:
+    def add(self, sequence: Rollout, routes: np.ndarray) -> None:
         self._found[sequence.id] = (self._arrays(sequence), routes)
 
     @staticmethod
-    def _arrays(sequence: Sequence) -> tuple:
+    def _arrays(sequence: Rollout) -> tuple:
         return sequence.tokens, sequence.routed_experts, sequence.route_checksums
 
 

@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.state import model_tensors
 from megatron_rl.config.sections import AcceptanceConfig
 from megatron_rl.rollout.requests import everywhere
 from megatron_rl.run.engines import hand_over
-from megatron_rl.types import Sequence
+from megatron_rl.types import Rollout
 
 if TYPE_CHECKING:
     from megatron_rl.learner.learner import Learner
@@ -106,7 +106,7 @@ def tolerance_at(config: AcceptanceConfig, step: int) -> float:
     return config.tolerance + (config.start_tolerance - config.tolerance) * left
 
 
-def post_update_gap(sequences: list[Sequence], logprobs: list[np.ndarray]) -> float:
+def post_update_gap(sequences: list[Rollout], logprobs: list[np.ndarray]) -> float:
     """T_post = -mean_i ρ_i A_i, ρ_i = exp(mean_t (log pi - log mu)) over responses that would be trained on [Eqs 8-9].
 
     ``logprobs``: log pi [R] of each. Negative: the learner's policy favours good responses more than the engine's does.

@@ -41,14 +41,13 @@ from megatron_rl.errors import InputError, shown
 from megatron_rl.process.host import write_whole
 from megatron_rl.process.ranks import gather_objects, world_rank
 from megatron_rl.process.run_files import UNFIT, read_json
-from megatron_rl.types import Batch, Sequence
+from megatron_rl.types import MAX_LOGPROB, Batch, Rollout
 
 FORMAT_VERSION, READABLE = 3, (2, 3)
-MAX_LOGPROB = 1e-4  # above this it cannot be rounding: probabilities do not exceed one
 T = TypeVar("T")
 _STEP_FILE = re.compile(r"step_(\d{8,})\.json")
 _LIKE = {"kept": True, "parts": [{"sequences": [0]}], "minibatches": [[0]], "sequences": [{"id": ""}], "metrics": {}}
-_PER_TOKEN = ("inference_logprobs", "old_logprobs", "current_logprobs", "loss_mask", "policy_versions")
+_PER_TOKEN = ("inference_logprobs", "old_logprobs", "current_logprobs", "policy_versions")
 
 
 @dataclass
@@ -83,7 +82,7 @@ def read_description(path: Path) -> dict[str, Any]:
 def record_batch(
     folder: Path, batch: Batch, policy_version: int, metrics: Mapping[str, float] | None = None, keep: bool = False
 ) -> Path:
-    """Write ``batch``: each rank the sequences that it speaks for (`Sequence.holder`), rank 0 those that all hold and
+    """Write ``batch``: each rank the sequences that it speaks for (`Rollout.holder`), rank 0 those that all hold and
     the JSON file, whose path is returned. Collective.
 
     ``keep``: `delete_batch` leaves it. Raises OSError on every rank where a disk is full or gone; nothing of the
@@ -196,18 +195,18 @@ def parts_of(path: Path, described: dict[str, Any]) -> list[Path]:
     return [path.with_name(part["file"]) for part in described.get("parts", [{"file": f"{path.stem}.safetensors"}])]
 
 
-def _arrays(sequences: list[Sequence]) -> dict[str, np.ndarray]:
+def _arrays(sequences: list[Rollout]) -> dict[str, np.ndarray]:
     arrays = {
-        "tokens": np.concatenate([s.tokens for s in sequences]),
-        "cu_seqlens": np.cumsum([0, *(s.length for s in sequences)]),
-        "cu_response": np.cumsum([0, *(s.response_length for s in sequences)]),
+        "tokens": np.concatenate([s.whole for s in sequences]),
+        "cu_seqlens": np.cumsum([0, *(s.whole_length for s in sequences)]),
+        "cu_response": np.cumsum([0, *(s.length for s in sequences)]),
     }
-    for name in (*_PER_TOKEN, "kept_tokens", "routed_experts"):
+    for name in (*_PER_TOKEN, "loss_mask", "kept_tokens", "routed_experts"):
         values = [getattr(s, name) for s in sequences]
         if all(value is not None for value in values):
             arrays[name] = np.ascontiguousarray(np.concatenate(values))
     if "routed_experts" in arrays:
-        checksums = [np.split(s.route_checksums, [len(s.tokens) - 1]) for s in sequences]
+        checksums = [np.split(s.route_checksums, [s.whole_length - 1]) for s in sequences]
         arrays["route_checksums"] = np.concatenate([rows for rows, _ in checksums])
         arrays["route_layer_checksums"] = np.stack([layers for _, layers in checksums])
     return arrays
@@ -272,7 +271,8 @@ def _check_arrays(arrays: dict[str, np.ndarray], abouts: list[dict]) -> None:
     fits = len(ends) == len(responses) == len(abouts) + 1 and ends[0] == responses[0] == 0
     if not (fits and (response_lengths > 0).all() and (lengths == prompts + response_lengths).all()):
         raise ValueError("the lengths of its sequences do not add up")
-    due = {"tokens": ends[-1]} | dict.fromkeys((name for name in _PER_TOKEN if name in arrays), responses[-1])
+    names = [name for name in (*_PER_TOKEN, "loss_mask") if name in arrays]
+    due = {"tokens": ends[-1]} | dict.fromkeys(names, responses[-1])
     for name, count in due.items():
         if arrays[name].shape != (count,):
             raise ValueError(f"{name} has the shape {arrays[name].shape}, expected ({count},)")
@@ -285,7 +285,7 @@ def _check_arrays(arrays: dict[str, np.ndarray], abouts: list[dict]) -> None:
         raise ValueError("tokens holds a negative number")
 
 
-def _sequence(arrays: dict[str, np.ndarray], i: int, about: dict) -> Sequence:
+def _sequence(arrays: dict[str, np.ndarray], i: int, about: dict) -> Rollout:
     whole = slice(arrays["cu_seqlens"][i], arrays["cu_seqlens"][i + 1])
     response = slice(arrays["cu_response"][i], arrays["cu_response"][i + 1])
     rows = slice(whole.start - i, whole.stop - i - 1)
@@ -295,4 +295,7 @@ def _sequence(arrays: dict[str, np.ndarray], i: int, about: dict) -> Sequence:
         fields["route_checksums"] = np.concatenate(
             [arrays["route_checksums"][rows], arrays["route_layer_checksums"][i]]
         )
-    return Sequence(tokens=arrays["tokens"][whole], **about, **fields)
+    content, end = arrays["tokens"][whole].astype(np.int32), about["prompt_length"]
+    kept = {name: about[name] for name in ("id", "advantage", "reward")}
+    mask = arrays["loss_mask"][response]
+    return Rollout(prompt=content[:end], tokens=content[end:], sampled=mask, **kept, **fields)

@@ -60,7 +60,7 @@ from megatron_rl.run.saving import (
     newest_before,
 )
 from megatron_rl.shipped import shipped
-from megatron_rl.types import Batch, Group
+from megatron_rl.types import Group
 
 
 @dataclass
@@ -84,14 +84,12 @@ class Run:
     scores: dict[int, float] = field(default_factory=dict)  # step → value of checkpoint.keep_best's metric
     failures_said: set[tuple[str, str, str]] = field(default_factory=set)  # kinds of reward failures in the log
 
-    def record(
-        self, step: int, metrics: dict[str, float], groups: list[Group] | None = None, batch: Batch | None = None
-    ) -> list[AlarmEvent]:
+    def record(self, step: int, metrics: dict[str, float], groups: list[Group] | None = None) -> list[AlarmEvent]:
         """`Monitor.record`, and what `checkpoint.keep_best` needs of the line. Collective."""
         ratios = {}
         if groups:
             share_repetition(groups)
-            ratios = share_samples(groups, batch, self.monitor.samples_wanted(step, groups))
+            ratios = share_samples(groups, self.monitor.samples_wanted(step, groups))
         events = self.monitor.record(step, metrics, groups, ratios)
         best = self.recipe.checkpoint.keep_best
         if best is not None and math.isfinite(value := self.monitor.latest.get(best.metric, math.nan)):

@@ -82,9 +82,9 @@ def responses(number: int = 64, length: int = 24) -> list[Group]:
                 probabilities = model(input_ids=torch.tensor([tokens])).logits[0, -1].softmax(-1)
             tokens.append(int(torch.multinomial(probabilities, 1, generator=draw)))
         rollout = Rollout(
-            prompt_id=asked.id,
-            sample=0,
-            tokens=tokens[len(prompt) :],
+            id=f"{asked.id}/0",
+            prompt=prompt,
+            tokens=np.array(tokens[len(prompt) :], np.int32),
             inference_logprobs=np.zeros(len(tokens) - len(prompt), np.float32),
             finish_reason="stop",
             policy_versions=np.zeros(len(tokens) - len(prompt), np.int32),

@@ -27,7 +27,6 @@ from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config import Recipe
 from megatron_rl.rollout.servers.dispatch import Legs
 from megatron_rl.rollout.servers.generator import ServerGenerator
-from megatron_rl.rollout.servers.wire import Answer
 from megatron_rl.routing import route_checksums
 from megatron_rl.types import Group, Prompt, Rollout
 from tests.e2e.hf_reference import load
@@ -211,7 +210,7 @@ def recorded_legs() -> Iterator[None]:
     """Note the legs of every response of several, by its name."""
     whole = Legs.whole
 
-    def noted(legs: Legs) -> Answer:
+    def noted(legs: Legs) -> Rollout:
         LEGS[legs.body["id"]] = [len(answer.tokens) for answer in legs.answers]
         return whole(legs)
 

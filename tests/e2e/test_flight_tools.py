@@ -43,7 +43,7 @@ def on_two_ranks(run, tmp_path_factory) -> dict:
     environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
     command = [sys.executable, "-m", "megatron_rl", "replay", str(run), "--step", "1", "--layout", "tp=2,ep=2"]
     done = subprocess.run(
-        [*command, "--precision", "fp32", "--set", "routing.replay=r3", "--json", str(told)],
+        [*command, "--set", "learner.dtype=fp32", "--set", "routing.replay=r3", "--json", str(told)],
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,
@@ -107,7 +107,7 @@ def test_another_layout_gives_the_same(tools, on_two_ranks, plain, limits):
     one, two = tools["fp32"]["json"]["replayed"], on_two_ranks["replayed"]
     for name in ("actor/pg_loss", "actor/grad_norm", "mismatch/rho_std", "actor/entropy"):
         assert abs(one[name] - two[name]) <= limits.of_metric(name), name
-    choices = 4 * sum(len(s.tokens) - 1 for s in plain["batches"][0].sequences)
+    choices = 4 * sum(s.whole_length - 1 for s in plain["batches"][0].sequences)
     assert abs(one["router/agree_frac"] - two["router/agree_frac"]) <= sum(limits.ties) / choices < 0.01
 
 

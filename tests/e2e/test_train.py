@@ -100,9 +100,9 @@ def test_a_watched_run_shows_what_it_recorded(root, batches):
     for sample in samples:
         sequences = {sequence.id: sequence for sequence in batches[sample["step"]].sequences}
         sequence = sequences[f"{sample['prompt_id']}/{sample['sample']}"]
-        texts = page.texts(tokenizer, sequence.tokens[sequence.prompt_length :])
+        texts = page.texts(tokenizer, sequence.tokens)
         assert "".join(texts).removesuffix("<eos>") == sample["response"]
-        assert sample["rho"]["max"] == np.exp(page.log_rho(sequence)).max()
+        assert sample["rho"]["max"] == np.exp(sequence.log_rho).max()
 
 
 def test_a_run_leaves_its_whole_record(root, log_rho):
@@ -251,7 +251,7 @@ def test_two_ranks_train_like_one(root, log_rho, batches, limits):
     layout = ("learner.parallel.tensor=2", "learner.parallel.expert=2")
     succeeded(run_ranks_of_command("megatron_rl", arguments_of(root, "two", *layout), root, 2))
     rows = metrics(root, "two"), metrics(root, "whole")[:STEPS]
-    tokens = [sum(s.response_length for s in batch.sequences) for batch in batches]
+    tokens = [sum(s.length for s in batch.sequences) for batch in batches]
     assert limits.ties[0] == 0
     for step, (got, want, ties) in enumerate(zip(*rows, limits.ties, strict=True)):
         if ties:
@@ -328,6 +328,6 @@ def test_kept_sets_leave_no_more_than_rounding_between_the_engines(tmp_path):
     assert all(0 < row["training/rollout_probs_diff_max"] <= largest for row in metrics(tmp_path, "kept"))
     batch = load_batch(batch_path(tmp_path / "kept" / "batches", 0)).batch
     kept = np.concatenate([s.kept_tokens for s in batch.sequences])
-    sampled = np.concatenate([s.tokens[s.prompt_length :] for s in batch.sequences])
+    sampled = np.concatenate([s.tokens for s in batch.sequences])
     assert (kept == sampled[:, None]).any(axis=1).all()
     assert (kept >= 0).sum(axis=1).min() < (kept >= 0).sum(axis=1).max() <= 8

@@ -70,7 +70,7 @@ def check_masks(batch) -> int:
     results there are."""
     decode, count = build_tokenizer().decode, 0
     for sequence in batch.sequences:
-        tokens = sequence.tokens[sequence.prompt_length :]
+        tokens = sequence.tokens
         characters = [decode([token]) or "·" for token in tokens]  # one each
         text, expected = "".join(characters), np.ones(len(tokens), dtype=bool)
         calls = 0

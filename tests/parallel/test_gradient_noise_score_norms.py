@@ -51,7 +51,7 @@ def plain() -> tuple[np.ndarray, float]:
         norms[dtype] = np.array(scores), np.log(squares)
     # The error of log w is that of one score: mu is a number.
     bounds = [bound_from_double(*pair, longest_sum=32) for pair in zip(norms[torch.float32], norms[torch.float64])]
-    log_w = np.array([log_ratio(i) * batch.sequences[i].response_length for i in trained])
+    log_w = np.array([log_ratio(i) * batch.sequences[i].length for i in trained])
     return 2 * log_w + norms[torch.float64][1], 4 * bounds[0] + bounds[1]
 
 

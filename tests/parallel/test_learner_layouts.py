@@ -173,7 +173,7 @@ def test_first_step_equals_hugging_face(runs, limits):
         "actor/grad_norm", 0
     )
     # One update per batch: r is 1, so that the loss is a mean of advantages, whatever the log-probs.
-    tokens = sum(len(s.tokens) for s in stored_rollouts(0).sequences)
+    tokens = sum(s.whole_length for s in stored_rollouts(0).sequences)
     assert metrics["actor/pg_loss"] == rounded(plain.losses[0], tokens, limits.mean_advantage, torch.float32)
 
 

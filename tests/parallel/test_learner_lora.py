@@ -23,7 +23,7 @@ from tests.support.tiny import MODEL, stored_rollouts, tiny_recipe
 MODULE = "tests.parallel.programs.lora"
 STEPS = 3
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LONGEST_SUM = sum(len(s.tokens) for s in stored_rollouts(0).sequences)
+LONGEST_SUM = sum(s.whole_length for s in stored_rollouts(0).sequences)
 SCALE = LORA["alpha"] / LORA["rank"]
 EXPERTS = str(MODEL)
 PRECISION = 1e-5  # relative, of a gradient or a movement: what is asked for of every layout

@@ -61,7 +61,7 @@ def by_layer(results: list[dict], what: str) -> dict[int, list]:
 @pytest.mark.parametrize("family", slow_but(["glm4_moe"], FAMILIES))
 def test_every_way_to_make_an_update_counts_its_tokens_once(family, way, runs):
     batch = stored_rollouts(0, minibatches=2)
-    due = [sum(batch.sequences[i].length for i in part) for part in batch.minibatches]
+    due = [sum(batch.sequences[i].whole_length for i in part) for part in batch.minibatches]
     one, other = runs[f"{family} one"], runs[f"{family} {way}"]
     counted = by_layer(one, "counted")
     topk = {sum(update) / tokens for layer in counted.values() for update, tokens in zip(layer, due, strict=True)}

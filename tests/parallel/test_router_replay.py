@@ -165,8 +165,8 @@ def test_dense_layers_among_the_others_have_no_routes(runs, layout, limits):
         ("shift", r"sequence train:5/0: .*first at token 0 \(.*MoE layer 0"),
         ("swap layers", r"sequence train:5/0: .*MoE layer 1 \(2 of 4 layers\)"),
         ("drop row", r"sequence train:5/0: routes of shape \(\d+, 4, 2\), expected"),
-        ("duplicate", r"sequence train:5/0, layer 2, token 3: experts \[1, 1\]; expected 2 different ones"),
-        ("out of range", r"sequence train:5/0, layer 2, token 3: experts \[8, 1\]; expected 2 different ones"),
+        ("duplicate", r"sequence train:5/0: .*first at token 3 \(.*MoE layer 2"),
+        ("out of range", r"sequence train:5/0: .*first at token 3 \(.*MoE layer 2"),
         ("other sequence", r"sequence train:5/0: .*first at token 0 "),
     ],
 )

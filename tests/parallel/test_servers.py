@@ -8,7 +8,7 @@ from megatron_rl.config.learner import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.model.architecture import read_architecture
 from megatron_rl.rollout.generator import Sampling
-from megatron_rl.rollout.requests import SealedRoutes, make_requests, make_rollout
+from megatron_rl.rollout.requests import make_requests
 from megatron_rl.rollout.servers.client import request_body
 from megatron_rl.rollout.servers.rendezvous import agreed_settings
 from tests.parallel.gloo import run_ranks
@@ -123,14 +123,12 @@ def test_what_was_cancelled_is_gone_on_all_ranks(results):
 
 
 def expected_arrays(asked, samples: int, version: int, step: int) -> dict[str, list]:
-    architecture, rollouts = read_architecture(MODEL), []
-    for request in make_requests(asked, samples, seed=0, step=step):
-        answer = response(request_body(request, Sampling(24), [2]), version, architecture, None)
-        sealed = SealedRoutes(answer.routes, answer.route_checksums)
-        rollouts.append(
-            make_rollout(request, answer.tokens, answer.logprobs, answer.finish_reason, version, sealed, architecture)
-        )
-    return {name: [getattr(rollout, name) for rollout in rollouts] for name in FIELDS}
+    architecture = read_architecture(MODEL)
+    answers = [
+        response(request_body(request, Sampling(24), [2]), version, architecture, None)
+        for request in make_requests(asked, samples, seed=0, step=step)
+    ]
+    return {name: [getattr(answer, name) for answer in answers] for name in FIELDS}
 
 
 def test_a_server_that_dies_costs_no_rank_a_response(results):

@@ -50,9 +50,9 @@ class SeededResponses:
         length = 1 if self.variant == "empty" else int(random.integers(3, 6) + 2 * step)
         correct = bool(random.integers(2)) and self.variant != "wrong"
         return Rollout(
-            prompt_id=request.prompt.id,
-            sample=request.sample,
-            tokens=random.integers(3, 98, length).tolist(),
+            id=request.sequence_id,
+            prompt=request.prompt.tokens,
+            tokens=random.integers(3, 98, length).astype(np.int32),
             inference_logprobs=random.normal(-3.0, 1.0, length).clip(max=-0.01).astype(np.float32),
             finish_reason="stop",
             policy_versions=np.full(length, self.version, dtype=np.int32),

@@ -26,7 +26,7 @@ Change = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 def shifts(case: str, batch: Batch) -> list[np.ndarray]:
     """log mu − log po of every response token, sequence by sequence: what `case` names."""
-    lengths = [s.response_length for s in batch.sequences]
+    lengths = [s.length for s in batch.sequences]
     if case == "noisy":
         random = np.random.default_rng(0)
         return [0.1 * random.standard_normal(length) for length in lengths]
@@ -67,9 +67,9 @@ def gradients(case: str, dtype: torch.dtype, change: Change = lambda weights: we
 
 
 def _logprobs(model: torch.nn.Module, batch: Batch) -> list[torch.Tensor]:
-    labels = torch.cat([torch.from_numpy(s.tokens[s.prompt_length :]) for s in batch.sequences])
+    labels = torch.cat([torch.from_numpy(s.tokens).long() for s in batch.sequences])
     chosen = logits(model, batch).log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
-    return list(chosen.split([s.response_length for s in batch.sequences]))
+    return list(chosen.split([s.length for s in batch.sequences]))
 
 
 def _importance_weights(
@@ -114,7 +114,7 @@ def expected(case: str) -> tuple[dict[str, float], dict[str, float]]:
 
 def limits(single: Gradients, double: Gradients) -> dict[str, float]:
     """From `norm_from_double` of the two gradients and of their parts; sums are over a batch's tokens."""
-    length = sum(len(s.tokens) for s in stored_rollouts(STEP).sequences)
+    length = sum(s.whole_length for s in stored_rollouts(STEP).sequences)
     (g, e, v), (r, f, w) = (_errors(getattr(single, n), getattr(double, n), length) for n in ("mine", "reference"))
     # The command has |g - g*|^2 from three dot products in float64, which cancel.
     cancelled = 4 * gamma(double.mine.shape[1]) * max(g, r) ** 2

@@ -19,8 +19,8 @@ def watched_routers(
 ) -> Iterator[None]:
     """Inside, ``seen`` gets of each MoE layer of a pass over ``batch`` the logits [tokens, E] of the tokens that have a
     successor; with ``replay`` those tokens take the experts that ``batch`` recorded."""
-    length = max(len(s.tokens) for s in batch.sequences)
-    counted = torch.stack([torch.arange(length) < len(s.tokens) - 1 for s in batch.sequences]).view(-1)
+    length = max(s.whole_length for s in batch.sequences)
+    counted = torch.stack([torch.arange(length) < s.whole_length - 1 for s in batch.sequences]).view(-1)
     named = [getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in model.model.layers]
     gates = [gate for gate in named if gate is not None]
 
@@ -31,7 +31,7 @@ def watched_routers(
             if not replay:
                 return None
             chosen = chosen.clone()
-            recorded = np.concatenate([s.routed_experts[: len(s.tokens) - 1, number] for s in batch.sequences])
+            recorded = np.concatenate([s.routed_experts[: s.whole_length - 1, number] for s in batch.sequences])
             chosen[counted] = torch.from_numpy(recorded.astype(np.int64))
             scores = own.softmax(-1).gather(1, chosen)
             is_divided = getattr(gate, "norm_topk_prob", True)

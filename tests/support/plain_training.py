@@ -53,17 +53,17 @@ def load(path: str | Path, dtype: torch.dtype) -> Model:
 
 def logits(model: Model, batch: Batch) -> torch.Tensor:
     """[R, V] of the places that predict a response's tokens, sequence after sequence."""
-    length = max(len(s.tokens) for s in batch.sequences)
+    length = max(s.whole_length for s in batch.sequences)
     tokens = torch.zeros(len(batch.sequences), length, dtype=torch.long)  # causal attention never sees the padding
     for row, s in zip(tokens, batch.sequences):
-        row[: len(s.tokens)] = torch.from_numpy(s.tokens)
+        row[: s.whole_length] = torch.from_numpy(s.whole)
     out = model(input_ids=tokens, use_cache=False).logits
-    return torch.cat([row[s.prompt_length - 1 : len(s.tokens) - 1] for row, s in zip(out, batch.sequences)])
+    return torch.cat([row[s.prompt_length - 1 : s.whole_length - 1] for row, s in zip(out, batch.sequences)])
 
 
 def logprobs(model: Model, batch: Batch) -> torch.Tensor:
     """[R] of the responses' tokens, sequence after sequence."""
-    labels = torch.cat([torch.from_numpy(s.tokens[s.prompt_length :]) for s in batch.sequences])
+    labels = torch.cat([torch.from_numpy(s.tokens).long() for s in batch.sequences])
     return logits(model, batch).log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
 
 
@@ -146,7 +146,7 @@ def run_on(
 
 def _update(model, optimizer, batch: Batch, old: torch.Tensor, updates: Updates, mutate: Mutation | None) -> None:
     x = logits(model, batch).log_softmax(-1)
-    labels = torch.cat([torch.from_numpy(s.tokens[s.prompt_length :]) for s in batch.sequences])
+    labels = torch.cat([torch.from_numpy(s.tokens).long() for s in batch.sequences])
     current = x.gather(1, labels[:, None]).squeeze(1)
     mask = torch.cat([torch.from_numpy(s.loss_mask) for s in batch.sequences])
     advantages = torch.cat([torch.full((len(s.loss_mask),), s.advantage, dtype=x.dtype) for s in batch.sequences])
@@ -198,7 +198,7 @@ class Limits:
 
 def limits(single: Updates, double: Updates, batches: list[Batch]) -> Limits:
     """Twice `bound_from_double`, as neither of the two runs is the one in float64; sums are over a batch's tokens."""
-    longest_sum = max(sum(len(s.tokens) for s in batch.sequences) for batch in batches)
+    longest_sum = max(sum(s.whole_length for s in batch.sequences) for batch in batches)
     sequences = [s for batch in batches for s in batch.sequences]
     mu = np.concatenate([s.inference_logprobs for s in sequences])
 
@@ -313,5 +313,5 @@ def relative_norm_error(num_batches: int, num_sequences: int, path: str = str(MO
         return np.array([np.linalg.norm(gradient) for gradient in updates.gradients])
 
     single, double = norms(torch.float32), norms(torch.float64)
-    longest_sum = max(sum(len(s.tokens) for s in batch.sequences) for batch in batches)
+    longest_sum = max(sum(s.whole_length for s in batch.sequences) for batch in batches)
     return 2 * bound_from_double(single / double, np.ones_like(double), longest_sum)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.routing import RouteShape, pack_routes, packed_keys, route_checksums
 from megatron_rl.routing.layout import PADDING_ID
 from megatron_rl.types import Batch
@@ -15,7 +14,6 @@ from tests.support.tiny import stored_rollouts
 from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 SHAPE = RouteShape(num_experts=8, topk=2, layers=(0, 1, 2, 3))
-ON = RoutingConfig(replay="r3")
 
 
 def random_routes(
@@ -23,7 +21,7 @@ def random_routes(
 ) -> list[np.ndarray]:
     """Different experts for every token and layer, none of them the router's choice but by chance."""
     random = np.random.default_rng(seed)
-    shapes = [(len(s.tokens) - 1, num_layers, num_experts) for s in batch.sequences]
+    shapes = [(s.whole_length - 1, num_layers, num_experts) for s in batch.sequences]
     return [random.random(shape).argsort(axis=-1)[..., :topk].astype(np.uint8) for shape in shapes]
 
 
@@ -31,7 +29,7 @@ def with_routes(batch: Batch, routes: list[np.ndarray]) -> Batch:
     """Give every sequence of ``batch`` its routes and the checksums of them; returns the batch."""
     for sequence, its in zip(batch.sequences, routes, strict=True):
         sequence.routed_experts = its
-        sequence.route_checksums = route_checksums(sequence.id, sequence.tokens, its)
+        sequence.route_checksums = route_checksums(sequence.id, sequence.whole, its)
     return batch
 
 
@@ -49,9 +47,9 @@ def batch_with_routes(num_sequences: int = 6) -> Batch:
 
 def slices(batch, num_padding: int, tensor: int, stages: list[list[int]]):
     """Every rank's slice of one packed row, with the keys of the tokens that it holds."""
-    packed = pack_routes(batch.sequences, num_padding, SHAPE, ON)
-    tokens = np.concatenate([*(s.tokens for s in batch.sequences), np.zeros(num_padding, np.int64)])
-    lengths = [len(s.tokens) for s in batch.sequences] + [num_padding]
+    packed = pack_routes(batch.sequences, num_padding, SHAPE)
+    tokens = np.concatenate([*(s.whole for s in batch.sequences), np.zeros(num_padding, np.int64)])
+    lengths = [s.whole_length for s in batch.sequences] + [num_padding]
     positions = np.concatenate([np.arange(n) for n in lengths])
     keys = packed_keys(tokens, positions, [s.id for s in batch.sequences] + [PADDING_ID], lengths)
     share = len(tokens) // tensor

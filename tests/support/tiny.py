@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config import Recipe
-from megatron_rl.types import Batch, Sequence
+from megatron_rl.types import Batch
+from tests.support.groups import whole_sequence
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = REPOSITORY / "recipes" / "tiny" / "model"
@@ -41,7 +42,7 @@ def stored_rollouts(step: int, num_sequences: int = 24, minibatches: int = 1) ->
     for i in range(num_sequences):
         prompt, response = int(random.integers(3, 9)), int(random.integers(1, 25))
         sequences.append(
-            Sequence(
+            whole_sequence(
                 id=f"train:{i}/0",
                 tokens=random.integers(3, 98, prompt + response),
                 prompt_length=prompt,

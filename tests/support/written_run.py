@@ -68,7 +68,7 @@ class WrittenRun:
         batch = stored_rollouts(step)
         random = np.random.default_rng(step)
         for s in batch.sequences:
-            off = random.uniform(-0.5, 0.5, s.response_length).astype(np.float32)
+            off = random.uniform(-0.5, 0.5, s.length).astype(np.float32)
             s.old_logprobs = np.minimum(s.inference_logprobs + off, 0).astype(np.float32)
         record_batch(self.directory.batches, batch, step)
         return batch

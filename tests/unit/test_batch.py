@@ -13,13 +13,13 @@ from megatron_rl.config import ObjectiveConfig
 from megatron_rl.config.objective import ObjectiveWarning
 from megatron_rl.config.sections import BatchConfig
 from megatron_rl.monitor.samples import rollout_metrics
-from megatron_rl.types import Group, Prompt, Rollout
+from megatron_rl.types import Group, Prompt
+from tests.support.groups import any_response
 from tests.support.tiny import tiny_recipe
 
 
 def group(name: str, *texts: str) -> Group:
-    zeros = np.zeros(2, np.float32)
-    rollouts = [Rollout(name, i, np.ones(2, np.int32), zeros, "stop", zeros, text=t) for i, t in enumerate(texts)]
+    rollouts = [any_response(f"{name}/{i}", 2, text=text) for i, text in enumerate(texts)]
     return Group(Prompt(name, [1], "0", data_source="s"), rollouts)
 
 
@@ -72,12 +72,12 @@ def test_scores_that_come_late_make_the_same_batch():
         return made
 
     recipe = tiny_recipe()
-    expected = build_batch(0, groups(), recipe.batch, recipe.objective)
-    batch = build_unscored_batch(0, groups(), recipe.batch)
-    assert [s.num_trained for s in batch.sequences] == [1, 2, 2, 2, 2]
+    expected, late = build_batch(0, groups(), recipe.batch, recipe.objective), groups()
+    batch = build_unscored_batch(0, late, recipe.batch)
+    assert [s.num_trained for s in batch.sequences] == [1, 0, 2, 2, 2]
     for sequence in batch.sequences[1:3]:
-        sequence.tokens = sequence.loss_mask = None
-    give_scores(batch, groups(), recipe.objective)
+        sequence.tokens = None
+    give_scores(late, recipe.objective)
     for late, due in zip(batch.sequences, expected.sequences, strict=True):
         assert (late.advantage, late.reward, late.num_trained) == (due.advantage, due.reward, due.num_trained)
         assert late.loss_mask is None or np.array_equal(late.loss_mask, due.loss_mask)

@@ -8,7 +8,6 @@ import torch
 
 from megatron_rl.batch import build_batch
 from megatron_rl.config import ObjectiveConfig
-from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.config.sections import BatchConfig
 from megatron_rl.model.architecture import read_architecture
 from megatron_rl.rollout import RolloutError
@@ -18,7 +17,6 @@ from megatron_rl.types import Group, Prompt
 from tests.support.tiny import MODEL
 
 SHAPE = RouteShape(num_experts=8, topk=2, layers=(0, 1, 2, 3))
-ON = RoutingConfig(replay="r3")
 
 
 def engine_answer(routes: np.ndarray):
@@ -40,11 +38,11 @@ def test_what_the_engine_hands_over_passes_the_learners_checks():
     routes = np.random.default_rng(0).random((6, 4, 8)).argsort(-1)[..., :2]
     _, group = engine_answer(routes)
     (sequence,) = build_batch(0, [group], BatchConfig(), ObjectiveConfig()).sequences
-    packed = pack_routes([sequence], 0, SHAPE, ON)
+    packed = pack_routes([sequence], 0, SHAPE)
     assert (packed.take([(0, 7)], range(4)).experts[:-1] == routes).all()
     sequence.id = "train:7/3"  # the routes of another sample of the same prompt
     with pytest.raises(RouteError, match="sequence train:7/3: routes do not belong"):
-        pack_routes([sequence], 0, SHAPE, ON)
+        pack_routes([sequence], 0, SHAPE)
 
 
 def test_rows_that_the_engine_did_not_record_are_left_to_the_router():
@@ -52,7 +50,7 @@ def test_rows_that_the_engine_did_not_record_are_left_to_the_router():
     routes[2, 1] = -1
     _, group = engine_answer(routes)
     (sequence,) = build_batch(0, [group], BatchConfig(), ObjectiveConfig()).sequences
-    packed = pack_routes([sequence], 0, SHAPE, ON).take([(0, 7)], range(4))
+    packed = pack_routes([sequence], 0, SHAPE).take([(0, 7)], range(4))
     packed.settle()
     ids, counted = packed.on(torch.device("cpu"))
     assert packed.num_missing == 1

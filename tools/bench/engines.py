@@ -79,7 +79,7 @@ def bench_generation(generator: Any, prompts: list, group: int, rounds: int) -> 
 def bench_update(learner: Learner, batch: Batch, rounds: int) -> Times:
     indices = list(range(len(batch.sequences)))
     mode = learner._routing_mode(updating=True)
-    num_tokens = sum(s.response_length for s in batch.sequences)
+    num_tokens = sum(s.length for s in batch.sequences)
     microbatches = learner.passes.microbatches(batch, indices, mode)
 
     def loss(logits: torch.Tensor, microbatch: Any) -> tuple:

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.batch import build_batch
 from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config import Recipe, load_recipe
-from megatron_rl.config.learner import RoutingConfig
 from megatron_rl.data import load_prompts, load_tokenizer
 from megatron_rl.layers.attention import PackedSequences
 from megatron_rl.learner.learner import Learner
@@ -139,13 +138,13 @@ def replay(rounds: int = 5, length: int = 8192) -> None:
     shape = RouteShape(128, 8, tuple(range(48)))
     batch, layers, random = made_up_batch(2, length // 8, length - length // 8), range(48), np.random.default_rng(0)
     for s in batch.sequences:
-        scores = random.random((s.length - 1, 48, 128), dtype=np.float32)
+        scores = random.random((s.whole_length - 1, 48, 128), dtype=np.float32)
         s.routed_experts = np.argpartition(scores, 8, axis=-1)[..., :8].astype(shape.dtype)
-        s.route_checksums = route_checksums(s.id, s.tokens, s.routed_experts)
-    sequences, num_tokens = batch.sequences, sum(s.length for s in batch.sequences)
-    packed = pack_routes(sequences, 0, shape, RoutingConfig(replay="r3"))
-    tokens, positions = (np.concatenate(x) for x in zip(*((s.tokens, np.arange(s.length)) for s in sequences)))
-    keys = packed_keys(tokens, positions, [s.id for s in sequences], [s.length for s in sequences])
+        s.route_checksums = route_checksums(s.id, s.whole, s.routed_experts)
+    sequences, num_tokens = batch.sequences, sum(s.whole_length for s in batch.sequences)
+    packed = pack_routes(sequences, 0, shape)
+    tokens, positions = (np.concatenate(x) for x in zip(*((s.whole, np.arange(s.whole_length)) for s in sequences)))
+    keys = packed_keys(tokens, positions, [s.id for s in sequences], [s.whole_length for s in sequences])
 
     def take() -> Any:
         """A rank's rows and layers, proved against the tensors that the model gets."""
@@ -156,8 +155,8 @@ def replay(rounds: int = 5, length: int = 8192) -> None:
 
     taken = take()
     sides = {
-        "checksums": lambda: [route_checksums(s.id, s.tokens, s.routed_experts) for s in sequences],
-        "check": lambda: pack_routes(sequences, 0, shape, RoutingConfig(replay="r3")),
+        "checksums": lambda: [route_checksums(s.id, s.whole, s.routed_experts) for s in sequences],
+        "check": lambda: pack_routes(sequences, 0, shape),
         "slice": take,
         "each pass": lambda: taken.on(torch.device("cpu")),
     }

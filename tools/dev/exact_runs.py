@@ -83,7 +83,7 @@ class Outcome:
         return cls(
             [row.get(GATE) for row in rows if "actor/pg_loss" in row],
             [row["val/reward/mean"] for row in rows if "val/reward/mean" in row],
-            [{s.id: s.tokens.tolist() for s in batch.sequences} for batch in recorded],
+            [{s.id: s.whole.tolist() for s in batch.sequences} for batch in recorded],
         )
 
     def differing(self, other: Outcome) -> list[int]:

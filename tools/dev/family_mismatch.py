@@ -60,9 +60,9 @@ def measure(family: str, seed: int, precision: dict[str, bool]) -> dict[str, flo
             groups = engine.rollout([prompts[i] for i in range(NUM_PROMPTS)], NUM_SAMPLES, policy_version=0, step=0)
             batch = build_batch(0, groups, recipe.batch, recipe.objective)
             mu = np.concatenate([s.inference_logprobs for s in batch.sequences]).astype(np.float64)
-            engines = [np.sort(s.routed_experts[: len(s.tokens) - 1], -1) for s in batch.sequences]
+            engines = [np.sort(s.routed_experts[: s.whole_length - 1], -1) for s in batch.sequences]
             replayed, native = (np.concatenate(learner.compute_logprobs(batch, mode)) for mode in ("replay", "record"))
-        owns = [np.sort(s.routed_experts[: len(s.tokens) - 1], -1) for s in batch.sequences]  # "record" wrote them
+        owns = [np.sort(s.routed_experts[: s.whole_length - 1], -1) for s in batch.sequences]  # "record" wrote them
         learner.close()
     agree = np.concatenate([(a == b).all(-1).reshape(-1) for a, b in zip(engines, owns, strict=True)])
     spread = {

@@ -31,7 +31,7 @@ from megatron_rl.instruments.plan.learner import learner_memory, total_parameter
 from megatron_rl.learner.learner import Learner
 from megatron_rl.model.architecture import read_architecture
 from megatron_rl.process.ranks import world_rank, world_size
-from megatron_rl.types import Batch, Sequence
+from megatron_rl.types import Batch, Rollout
 from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,12 +138,11 @@ def _recipe(path: Path, dtype: str, recompute: str, tokens: int, parallel: dict[
 def _batch(step: int, num_sequences: int) -> Batch:
     random, prompt = np.random.default_rng(step), LENGTH // 4
     sequences = [
-        Sequence(
+        Rollout(
             id=f"memory:{i}/0",
-            tokens=random.integers(3, 98, LENGTH),
-            prompt_length=prompt,
+            prompt=random.integers(3, 98, prompt),
+            tokens=random.integers(3, 98, LENGTH - prompt, np.int32),
             inference_logprobs=np.full(LENGTH - prompt, -3.0, np.float32),
-            loss_mask=np.ones(LENGTH - prompt, bool),
             advantage=float(random.normal()),
             reward=1.0,
             policy_versions=np.zeros(LENGTH - prompt, np.int32),

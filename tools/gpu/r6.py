@@ -147,7 +147,7 @@ def update(model: str, device: str, sizes: dict[str, int]) -> dict[str, Any]:
     mapped = {file.stat().st_size for file in Path(model).glob("*.safetensors")}
     peak = peak_bytes(seen, mapped) if device == "cpu" else torch.cuda.max_memory_allocated()
     seconds = bench_update(learner, batch, sizes["rounds"])
-    return {"seconds": seconds, "lengths": [len(s.tokens) for s in batch.sequences], "peak_gib": peak / 2**30}
+    return {"seconds": seconds, "lengths": [s.whole_length for s in batch.sequences], "peak_gib": peak / 2**30}
 
 
 def work_of(run: Run, sizes: dict[str, int]) -> Any:

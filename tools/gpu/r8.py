@@ -106,28 +106,20 @@ def pretrain(model: str, device: str, sizes: dict[str, Any], folder: str) -> dic
     from megatron_rl.config import load_recipe
     from megatron_rl.data import load_tokenizer
     from megatron_rl.learner.learner import Learner
-    from megatron_rl.types import Batch, Sequence
+    from megatron_rl.types import Batch, Rollout
 
     values = [f"model.path={model}", f"runtime.device={device}", "learner.dtype=bf16", "monitor.gradient_noise=false"]
     values += [f"learner.optimizer.lr={sizes['rate']}", f"learner.max_tokens_per_microbatch={sizes['tokens']}"]
     learner, tokenizer = Learner(load_recipe(TINY / "grpo.yaml", values)), load_tokenizer(model)
     chance, start, losses, updates = random.Random("solutions"), time.monotonic(), [], 0
 
-    def solved(number: int) -> Sequence:
+    def solved(number: int) -> Rollout:
         text, solution, _ = problem(chance, SLIP)
         prompt, tokens = tokenizer.encode(text), tokenizer.encode(solution, add_special_tokens=False)
         response = [*tokens, tokenizer.eos_token_id]
-        zeros, ones = np.zeros(len(response), np.float32), np.ones(len(response), bool)
-        return Sequence(
-            id=f"solution:{number}/0",
-            tokens=np.array([*prompt, *response]),
-            prompt_length=len(prompt),
-            inference_logprobs=zeros - 1,
-            loss_mask=ones,
-            advantage=1.0,
-            reward=1.0,
-            policy_versions=zeros.astype(np.int32),
-        )
+        zeros = np.zeros(len(response), np.int32)
+        name, mu = f"solution:{number}/0", zeros.astype(np.float32) - 1
+        return Rollout(name, prompt, np.array(response, np.int32), mu, zeros, "stop", advantage=1.0, reward=1.0)
 
     while time.monotonic() - start < sizes["seconds"]:
         sequences = [solved(number) for number in range(sizes["sequences"])]

@@ -418,7 +418,7 @@ def _kept_sets(work: Workload) -> float:
 
 
 def _router_scores(work: Workload) -> float:
-    """Return the bytes of `Sequence.old_experts` (int16) and `old_scores` (float32) on a node, for router_shift."""
+    """Return the bytes of `Rollout.old_experts` (int16) and `old_scores` (float32) on a node, for router_shift."""
     a = work.architecture
     by_token = (2 + 4) * sum(a.moe_layers) * a.experts_per_token if work.recipe.objective.router_shift else 0
     return work.trained_tokens * by_token / work.data_parallel * work.gpus_per_node

@@ -182,12 +182,6 @@ def texts(tokenizer: Any | None, tokens: np.ndarray) -> list[str]:
     return [printable(stream.step(tokenizer, token) or "") for token in ids]
 
 
-def log_rho(sequence: Any) -> np.ndarray | None:
-    """Return log po - log mu of each token of a response; None where the learner's log-probs were not kept."""
-    learner = sequence.current_logprobs if sequence.old_logprobs is None else sequence.old_logprobs
-    return None if learner is None else learner.astype(np.float64) - sequence.inference_logprobs
-
-
 def batch_page(run: WatchedRun, step: int, chosen: int | None, index: int = 0) -> str:
     """Return the responses of a recorded batch, the largest |log rho| first, and one of them token by token."""
     path = batch_path(run.directory.batches, step)
@@ -196,7 +190,7 @@ def batch_page(run: WatchedRun, step: int, chosen: int | None, index: int = 0) -
             f"step {step}: no recorded batch; there are: {', '.join(map(str, run.batch_steps())) or 'none'}"
         )
     sequences = _batch(path, path.stat().st_mtime_ns).sequences
-    gaps = [log_rho(sequence) for sequence in sequences]
+    gaps = [sequence.log_rho for sequence in sequences]
     largest = [
         0.0 if gap is None or not len(gap) else float(np.abs(np.nan_to_num(gap, nan=np.inf)).max()) for gap in gaps
     ]
@@ -207,18 +201,18 @@ def batch_page(run: WatchedRun, step: int, chosen: int | None, index: int = 0) -
     for i in order[:RESPONSES]:
         it = sequences[i]
         link = f'<a href="batch?run={index}&amp;step={step}&amp;sequence={i}">{_escaped(it.id)}</a>'
-        rows.append([link, number(it.reward), number(it.advantage), str(it.response_length), number(largest[i])])
+        rows.append([link, number(it.reward), number(it.advantage), str(it.length), number(largest[i])])
     response = "" if not order else _response(run, sequences[order[0] if chosen is None else chosen])
     return html_page(f"{printable(run.label)}, step {step}", f"{response}\n{html_table(rows)}", STYLE)
 
 
 def _response(run: WatchedRun, sequence: Any) -> str:
     """Return the tokens of a response: blue where rho = po / mu is below 1, orange above, stronger with distance."""
-    tokenizer, gap = tokenizer_of(run), log_rho(sequence)
-    prompt, response = np.split(sequence.tokens, [sequence.prompt_length])
+    tokenizer, gap = tokenizer_of(run), sequence.log_rho
+    prompt, response = np.asarray(sequence.prompt), sequence.tokens
     finite = np.abs(gap[np.isfinite(gap)]) if gap is not None else np.zeros(0)
     reach = max(1e-9, float(finite.max(initial=0.0)))
-    spans = []
+    spans, mask = [], sequence.loss_mask
     for i, text in enumerate(texts(tokenizer, response[:WINDOW])):
         told = f"token {i} ({response[i]}), mu {math.exp(sequence.inference_logprobs[i]):.4g}"
         style = ""
@@ -226,7 +220,7 @@ def _response(run: WatchedRun, sequence: Any) -> str:
             told += f", rho {math.exp(min(gap[i], 700)):.4g}"
             strength = min(1.0, abs(gap[i]) / reach) if math.isfinite(gap[i]) else 1.0
             style = f' style="background: rgb({"214 96 0" if gap[i] > 0 else "0 96 168"} / {0.75 * strength:.3f})"'
-        trained = sequence.loss_mask is None or sequence.loss_mask[i]
+        trained = mask[i]
         told += f", weights of step {sequence.policy_versions[i]}"
         names = "token" if trained else "token untrained"
         spans.append(f'<span class="{names}" title="{told}"{style}>{html.escape(text)}</span>')

@@ -22,11 +22,11 @@ from megatron_rl.rollout.servers.wire import (
     LOAD_HEADER,
     SETTINGS,
     WEIGHTS,
-    Answer,
     Damaged,
     Load,
     unpack,
 )
+from megatron_rl.types import Rollout
 
 CONNECT_S = 10.0  # to a server that is there, a connection takes milliseconds
 HEALTH_S = 10.0
@@ -134,9 +134,9 @@ class ServerClient:
             raise ServerLost(f"{WEIGHTS}: the server got {amount}, but {weights.amount} were sent")
         return amount
 
-    async def generate(self, body: dict[str, Any], version: int) -> Answer:
+    async def generate(self, body: dict[str, Any], version: int) -> Rollout:
         """One response, begun by the weights of ``version``. Ones that came meanwhile may have sampled its end (see
-        `Answer.versions`), or it was cut for them (finish reason "abort")."""
+        `Rollout.policy_versions`), or it was cut for them (finish reason "abort")."""
         self._in_flight += 1
         try:
             reply = await self._call("POST", GENERATE, body, {"X-Policy-Version": str(version)}, read=self._whole)

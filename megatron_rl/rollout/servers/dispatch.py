@@ -42,8 +42,8 @@ from megatron_rl.rollout.generator import LegCounts, RolloutError, Sampling
 from megatron_rl.rollout.requests import Request, leg_seed
 from megatron_rl.rollout.servers.client import RequestRefused, ServerError, ServerLost, StaleServer
 from megatron_rl.rollout.servers.pool import Member, Members
-from megatron_rl.rollout.servers.wire import Answer
 from megatron_rl.routing import joined_checksums
+from megatron_rl.types import Rollout
 
 
 class Balance:
@@ -73,7 +73,7 @@ class Legs:
     """What is there of one response. ``body``: the request for all of it."""
 
     body: dict[str, Any]
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Rollout] = field(default_factory=list)
     num_recomputed: int = 0  # response tokens that later legs read
 
     @property
@@ -97,7 +97,7 @@ class Legs:
             },
         }
 
-    def add(self, answer: Answer) -> bool:
+    def add(self, answer: Rollout) -> bool:
         """Take the answer to `request`. True where the response is complete with it."""
         if len(answer.tokens):
             self.num_recomputed += self.num_tokens
@@ -108,19 +108,19 @@ class Legs:
         """Return the counts of the complete response, which ``num_versions`` policies sampled."""
         return LegCounts(len(self.answers), num_versions, self.num_recomputed)
 
-    def whole(self) -> Answer:
+    def whole(self) -> Rollout:
         """The response, when it is complete."""
         if len(self.answers) == 1:
             return self.answers[0]
         columns = {
             name: np.concatenate([getattr(answer, name) for answer in self.answers])
-            for name in ("tokens", "logprobs", "versions")
+            for name in ("tokens", "inference_logprobs", "policy_versions")
         }
-        if self.answers[0].routes is not None:
-            columns["routes"] = np.concatenate([answer.routes for answer in self.answers])
+        if self.answers[0].routed_experts is not None:
+            columns["routed_experts"] = np.concatenate([answer.routed_experts for answer in self.answers])
             seals = [answer.route_checksums for answer in self.answers]
-            columns["route_checksums"] = joined_checksums(seals, columns["routes"].shape[1])
-        return Answer(finish_reason=self.answers[-1].finish_reason, **columns)
+            columns["route_checksums"] = joined_checksums(seals, columns["routed_experts"].shape[1])
+        return Rollout("", (), finish_reason=self.answers[-1].finish_reason, **columns)
 
 
 RETRIES = 3  # of one response that failed, before the run ends
@@ -192,7 +192,7 @@ class Dispatch:
         self._ended.put_nowait(None)
         return number
 
-    async def run(self) -> list[Answer]:
+    async def run(self) -> list[Rollout]:
         """All answers, in the order of the requests; see `completions`."""
         answers = {index: answer async for index, answer in self.completions()}
         return [answers[index] for index in range(len(self.legs))]
@@ -201,7 +201,7 @@ class Dispatch:
     def is_waiting(self) -> bool:
         return bool(self._waiting)
 
-    async def completions(self) -> AsyncIterator[tuple[int, Answer]]:
+    async def completions(self) -> AsyncIterator[tuple[int, Rollout]]:
         """Number and answer of each request as they come, until each was answered or given up.
 
         Raises `RolloutError` where a request failed more than ``retries`` times or was refused, or where no server is
@@ -288,7 +288,7 @@ class Dispatch:
             changed.cancel()
             ended.cancel()
 
-    async def _settle(self, task: asyncio.Task) -> tuple[int, Answer | None]:
+    async def _settle(self, task: asyncio.Task) -> tuple[int, Rollout | None]:
         """What became of a request: its answer, or None and it waits again."""
         index = self._index_of.pop(task)
         _, member, version = self._asked.pop(index)
@@ -386,7 +386,7 @@ class Conversations:
         self._talk, self._loop, self._dispatch, self._requests = talk, loop, dispatch, requests
         self._sampling, self._stop_token_ids, self._vocab_size = sampling, stop_token_ids, vocab_size
         self._change_body, self._deadline_s = change_body, deadline_s
-        self._turns: dict[int, asyncio.Future[Answer]] = {}  # under way, by their number in the dispatch
+        self._turns: dict[int, asyncio.Future[Rollout]] = {}  # under way, by their number in the dispatch
         self._moved = time.monotonic()  # when a turn last began or ended
         self._home: asyncio.AbstractEventLoop  # of the servers; set by `completions`
 
@@ -439,7 +439,7 @@ class Conversations:
                 if (future := self._turns.get(number)) is not None and not future.done():
                     future.set_result(answer)
 
-    async def _ask(self, body: dict[str, Any], name: str, row: int) -> tuple[Answer, int]:
+    async def _ask(self, body: dict[str, Any], name: str, row: int) -> tuple[Rollout, int]:
         """In the servers' loop: the answer to one turn, and its number in the dispatch."""
         number, self._moved = self._dispatch.add(body, name, row), time.monotonic()
         future = self._turns[number] = asyncio.get_running_loop().create_future()
@@ -480,12 +480,12 @@ class Conversations:
         return Turn(
             tokens,
             answer.tokens.tolist(),
-            answer.logprobs.tolist(),
+            answer.inference_logprobs.tolist(),
             answer.finish_reason,
-            answer.routes,
+            answer.routed_experts,
             first_row,
             answer.route_checksums,
-            answer.versions,
+            answer.policy_versions,
             self._dispatch.legs[number].counts(0),
         )
 

@@ -42,7 +42,6 @@ from megatron_rl.rollout.generator import (
 )
 from megatron_rl.rollout.requests import (
     Request,
-    SealedRoutes,
     known_everywhere,
     make_groups,
     make_requests,
@@ -55,7 +54,6 @@ from megatron_rl.rollout.servers.pool import load_metrics, prompt_tokens
 from megatron_rl.rollout.servers.rendezvous import agreed_settings
 from megatron_rl.rollout.servers.run_servers import RunServers, Started
 from megatron_rl.rollout.servers.weight_updates import WeightUpdates
-from megatron_rl.rollout.servers.wire import Answer
 from megatron_rl.types import Group, Prompt, Rollout
 
 PREFIX_SLACK = 8  # a queue that is longer by more than an eighth of `max_num_seqs` outweighs a prompt's cache
@@ -127,7 +125,7 @@ class Sampler:
                 arrivals.asks(dispatch)
                 async with contextlib.aclosing(self._responses(dispatch, requests, sampling)) as responses:
                     async for index, response in responses:  # decoding goes on beside the fetching
-                        num_versions = check_token_versions(names[index], response.versions, version, is_exact)
+                        num_versions = check_token_versions(names[index], response.policy_versions, version, is_exact)
                         legs = response if isinstance(response, Conversation) else dispatch.legs[index]
                         own = legs.counts(num_versions)
                         counts += own
@@ -144,7 +142,7 @@ class Sampler:
 
     def _responses(
         self, dispatch: Dispatch, requests: list[Request], sampling: Sampling
-    ) -> AsyncGenerator[tuple[int, Answer | Conversation]]:
+    ) -> AsyncGenerator[tuple[int, Rollout | Conversation]]:
         """Number and response of each of ``requests`` as they come."""
         if self._talk is None:
             return dispatch.completions()
@@ -161,22 +159,21 @@ class Sampler:
             self._config.deadline_s,
         ).completions()
 
-    def _to_rollout(self, request: Request, answer: Answer | Conversation, records: bool) -> Rollout:
-        """Raises `RolloutError` where routes are due (``records``) and absent."""
+    def _to_rollout(self, request: Request, answer: Rollout | Conversation, records: bool) -> Rollout:
+        """The response, checked (`make_rollout`), with its text. Routes are due where ``records``."""
         architecture = self._architecture if records else None
         if isinstance(answer, Conversation):
             text = self._decode(answer.response) if self._decode else ""
-            return answer.to_rollout(request, answer.versions, architecture, text)
-        routes = None if answer.routes is None else SealedRoutes(answer.routes, answer.route_checksums)
+            return answer.to_rollout(request, answer.policy_versions, architecture, text)
         return make_rollout(
             request,
             answer.tokens,
-            answer.logprobs,
+            answer.inference_logprobs,
             answer.finish_reason,
-            answer.versions,
-            routes=routes,
-            architecture=self._architecture if records else None,
-            text=self._decode(answer.tokens.tolist()) if self._decode else "",
+            answer.policy_versions,
+            None if answer.routed_experts is None else (answer.routed_experts, answer.route_checksums),
+            architecture,
+            self._decode(answer.tokens.tolist()) if self._decode else "",
         )
 
     def close(self) -> None:

@@ -37,16 +37,8 @@ import numpy as np
 
 from megatron_rl.rollout.generator import RolloutError
 from megatron_rl.rollout.servers.weight_broadcast import GroupError
-from megatron_rl.rollout.servers.wire import (
-    GENERATE,
-    LOAD_HEADER,
-    MEDIA_TYPE,
-    SETTINGS,
-    WEIGHTS,
-    Answer,
-    Meter,
-    pack,
-)
+from megatron_rl.rollout.servers.wire import GENERATE, LOAD_HEADER, MEDIA_TYPE, SETTINGS, WEIGHTS, Meter, pack
+from megatron_rl.types import Rollout
 
 ALL = np.iinfo(np.int32).max
 
@@ -189,7 +181,8 @@ class GuardState:
     token: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     replace: Callable[[dict[str, Any], int, bool], Awaitable[dict[str, int]]] | None = None  # `server.replace_weights`
-    sample: Callable[[dict[str, Any], Callable[[], bool]], Coroutine[Any, Any, Answer]] | None = None  # `server.sample`
+    # `server.sample`
+    sample: Callable[[dict[str, Any], Callable[[], bool]], Coroutine[Any, Any, Rollout]] | None = None
     replacing: asyncio.Lock = field(default_factory=asyncio.Lock)
     version: int | None = None  # open for this policy version; None: closed
     openings: int = 0  # counts up at every change, so that a version that came back is told from one that stayed
@@ -288,7 +281,7 @@ async def _body(receive: Receive) -> Any:
     return json.loads(b"".join(pieces))
 
 
-async def _metered(meter: Meter, work: Coroutine[Any, Any, Answer]) -> Answer:
+async def _metered(meter: Meter, work: Coroutine[Any, Any, Rollout]) -> Rollout:
     answer = None
     meter.begin()
     try:
@@ -298,7 +291,7 @@ async def _metered(meter: Meter, work: Coroutine[Any, Any, Answer]) -> Answer:
         meter.end(None if answer is None else len(answer.tokens))
 
 
-async def _unless_left(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer | None:
+async def _unless_left(receive: Receive, work: Coroutine[Any, Any, Rollout]) -> Rollout | None:
     """The result of ``work``; None where the caller hangs up first, which cancels ``work`` and the response."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
@@ -335,7 +328,7 @@ def _now(state: GuardState) -> dict[str, Any]:
     return {"version": state.version, "replacing": state.replacing.locked(), "load": asdict(state.meter.load())}
 
 
-async def _send_answer(send: Send, answer: Answer, load: str) -> None:
+async def _send_answer(send: Send, answer: Rollout, load: str) -> None:
     pieces = pack(answer)
     length = str(sum(map(len, pieces))).encode()
     headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", length)]

@@ -50,8 +50,9 @@ from megatron_rl.rollout.servers.rendezvous import (
     withdraw,
 )
 from megatron_rl.rollout.servers.weight_broadcast import GroupError
-from megatron_rl.rollout.servers.wire import SERVER_IDLE_S, Answer, Meter
+from megatron_rl.rollout.servers.wire import SERVER_IDLE_S, Meter
 from megatron_rl.rollout.weights import check_own_refit
+from megatron_rl.types import Rollout
 
 
 async def sample(
@@ -60,7 +61,7 @@ async def sample(
     architecture: Architecture | None,
     body: dict[str, Any],
     is_open: Callable[[], bool] = lambda: True,
-) -> Answer:
+) -> Rollout:
     """One response of ``engine`` (vLLM's AsyncLLM). ``is_open``: whether it holds the weights that were asked for.
 
     Body: ``token_ids`` of the prompt; ``sampling_params`` (see `sampling_fields`); where routes are wanted,
@@ -77,21 +78,14 @@ async def sample(
     if completion.finish_reason == "error":
         raise RolloutError("the engine gave this response up")
     sampled, logprobs = sampled_tokens(completion)
-    tokens, sealed = np.asarray(sampled, np.int32), None
+    tokens, routes, checksums = np.asarray(sampled, np.int32), None, None
     if sequence_id is not None and len(tokens):
-        routes = completion.routed_experts
         # In a thread: at 8k tokens it takes 10 ms, in which the loop passes other responses' tokens on.
-        sealed = await asyncio.to_thread(
-            seal_routes, sequence_id, sequence_id, prompt, tokens, routes, architecture, first_route
+        routes, checksums = await asyncio.to_thread(
+            seal_routes, sequence_id, sequence_id, prompt, tokens, completion.routed_experts, architecture, first_route
         )
-    return Answer(
-        tokens=tokens,
-        logprobs=np.asarray(logprobs, np.float32),
-        versions=versions,
-        finish_reason=completion.finish_reason,
-        routes=None if sealed is None else sealed.routes,
-        route_checksums=None if sealed is None else sealed.checksums,
-    )
+    logprobs = np.asarray(logprobs, np.float32)
+    return Rollout("", (), tokens, logprobs, versions, completion.finish_reason, routes, checksums)
 
 
 async def load(engine: Any, update: dict[str, Any]) -> dict[str, int]:

@@ -5,7 +5,7 @@ them routes; what the trainer spends on one is a copy.
 
     length   of the head, 8 bytes, little-endian
     head     JSON: finish_reason; arrays [[name, dtype, shape], …], in the order in which they follow
-    arrays   the fields of `Answer`
+    arrays   of a `Rollout`; whose it is, the request says
 
 What a response says is checked once, where it becomes a rollout (`requests.make_rollout`); routes bear their seals.
 
@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.types import Rollout
+
 SETTINGS, WEIGHTS, GENERATE = "/megatron_rl/settings", "/megatron_rl/weights", "/megatron_rl/generate"
 MEDIA_TYPE = "application/octet-stream"
 # A connection that is idle is closed by the trainer, long before the server would: a request that meets a closing one
@@ -34,22 +36,11 @@ class Damaged(ValueError):
     """The bytes are not an answer."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One sampled response as the server reports it. ``R`` tokens after a prompt of ``P``."""
-
-    tokens: np.ndarray  # [R] int32
-    logprobs: np.ndarray  # [R] float32
-    versions: np.ndarray  # [R] int32, the policy version that sampled each token
-    finish_reason: str | None
-    routes: np.ndarray | None = None  # [P + R - 1, L, K] of `RouteShape.dtype`: MoE layers only
-    route_checksums: np.ndarray | None = None  # [P + R - 1 + L] int64, made where the engine handed the routes over
+# Wider numbers first: all lie aligned.
+_ARRAYS = ("route_checksums", "tokens", "inference_logprobs", "policy_versions", "routed_experts")
 
 
-_ARRAYS = ("route_checksums", "tokens", "logprobs", "versions", "routes")  # wider numbers first: all lie aligned
-
-
-def pack(answer: Answer) -> list[bytes | memoryview]:
+def pack(answer: Rollout) -> list[bytes | memoryview]:
     """The pieces of the body, in order. Arrays are not copied: they must not change until the pieces are sent."""
     arrays = {name: np.ascontiguousarray(array) for name in _ARRAYS if (array := getattr(answer, name)) is not None}
     described = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
@@ -59,7 +50,7 @@ def pack(answer: Answer) -> list[bytes | memoryview]:
     return [len(head).to_bytes(LENGTH_BYTES, "little") + head, *(content for content in contents if len(content))]
 
 
-def unpack(body: bytes | bytearray | memoryview) -> Answer:
+def unpack(body: bytes | bytearray | memoryview) -> Rollout:
     """The answer whose arrays lie in ``body``. Raises `Damaged` where it is none, or not whole."""
     try:
         body = memoryview(body)
@@ -68,10 +59,10 @@ def unpack(body: bytes | bytearray | memoryview) -> Answer:
         for name, dtype, shape in head["arrays"]:
             arrays[name] = np.frombuffer(body, dtype, math.prod(shape), end if math.prod(shape) else 0).reshape(shape)
             end += arrays[name].nbytes
-        answer = Answer(**arrays, finish_reason=head["finish_reason"])
+        answer = Rollout("", (), **arrays, finish_reason=head["finish_reason"])
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise Damaged(f"no answer: {type(error).__name__}: {error}") from error
-    lengths = (len(answer.tokens), len(answer.logprobs), len(answer.versions))
+    lengths = (len(answer.tokens), len(answer.inference_logprobs), len(answer.policy_versions))
     if end != len(body) or len(set(lengths)) > 1:
         raise Damaged(f"{len(body)} bytes of {end}, with {lengths} tokens, log-probs and versions")
     return answer

@@ -47,7 +47,7 @@ def use_tools(run: str) -> dict[str, Any]:
     results = {
         "again": _call("replay", run, "--step", "1"),
         "r3": _call("replay", run, "--step", "1", "--set", "routing.replay=r3"),
-        "fp32": _call("replay", run, "--step", "1", "--precision", "fp32", "--set", "routing.replay=r3"),
+        "fp32": _call("replay", run, "--step", "1", "--set", "learner.dtype=fp32", "--set", "routing.replay=r3"),
         "attribution": _call("attribute", run, "--step", "1"),
         "experts": _call("experts", run, "--step", "1", "--top", "3"),
         "gradient bias": _call("gradient-bias", run, "--step", "1"),

@@ -83,7 +83,7 @@ def _score(learner: Learner, batch: Batch) -> dict[str, Any]:
     native, replayed = (learner.compute_logprobs(batch, mode) for mode in modes)
     off = [np.abs(old - s.inference_logprobs).max() for old, s in zip(native, batch.sequences, strict=True)]
     spreads = {"native": _rho_std(native, batch), "replayed": _rho_std(replayed, batch)}
-    lengths = [len(s.tokens) for s in batch.sequences]
+    lengths = [s.whole_length for s in batch.sequences]
     longest = max(lengths) / sum(lengths)
     return {**spreads, "native, by sequence": off, "longest": longest, "metrics": learner.update(batch)}
 
@@ -95,9 +95,9 @@ def _rounding_bound(model: str, batch: Batch) -> float:
             plain_training.logprobs(plain_training.load(model, dtype), batch).double()
             for dtype in (torch.float32, torch.float64)
         )
-    errors = (single - double).abs().split([s.response_length for s in batch.sequences])
+    errors = (single - double).abs().split([s.length for s in batch.sequences])
     largest = sorted(float(error.max()) for error in errors)[-2]
-    return math.sqrt(max(len(s.tokens) for s in batch.sequences)) * largest  # as `bound_from_double`
+    return math.sqrt(max(s.whole_length for s in batch.sequences)) * largest  # as `bound_from_double`
 
 
 def _sample(generator: VllmGenerator, prompts: list, num_samples: int, version: int, recipe: Any) -> Batch:
@@ -110,5 +110,5 @@ def _sample(generator: VllmGenerator, prompts: list, num_samples: int, version: 
 def _rho_std(logprobs: list[np.ndarray], batch: Batch) -> float:
     old = torch.from_numpy(np.concatenate(logprobs))
     inference = torch.from_numpy(np.concatenate([s.inference_logprobs for s in batch.sequences]))
-    offsets = torch.tensor([0, *(s.response_length for s in batch.sequences)]).cumsum(0)
+    offsets = torch.tensor([0, *(s.length for s in batch.sequences)]).cumsum(0)
     return mismatch_metrics(old, inference, torch.ones_like(old, dtype=torch.bool), offsets)["mismatch/rho_std"]

@@ -90,7 +90,7 @@ def bits_over_batches(dtype: str, parallel: dict[str, int], sizes: list[int], **
     for number in sizes:
         groups = everywhere(sample(generator, number))
         batch = batch_of(learner, groups)
-        lengths += [len(s.tokens) for s in batch.sequences]
+        lengths += [s.whole_length for s in batch.sequences]
         for group in groups:  # the same request, in every batch that has it
             seen = (group.rollouts[0].tokens.tolist(), group.rollouts[0].inference_logprobs.tolist())
             differing[f"{number} in another batch"] = differing.get(f"{number} in another batch", 0) + (

@@ -39,7 +39,7 @@ def part_norms(num_ranks: int, max_tokens: int, first_only: bool, num_sequences:
     ``num_ranks`` data-parallel ranks have (``first_only``: in their first microbatches), and of the whole."""
     learner = Learner(tiny_recipe(monitor={"gradient_noise": False}))
     batch = stored_rollouts(0, num_sequences)
-    plan = deal([len(s.tokens) for s in batch.sequences], num_ranks, max_tokens)
+    plan = deal([s.whole_length for s in batch.sequences], num_ranks, max_tokens)
     parts = [rank[0] if first_only else list(chain(*rank)) for rank in plan]
     everything = list(range(num_sequences))
     squares = [_dense_gradient(learner, batch, part).square().sum().item() for part in [*parts, everything]]

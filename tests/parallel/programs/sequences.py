@@ -22,7 +22,8 @@ from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.rewarder import score_shared
 from megatron_rl.routing import route_checksums
 from megatron_rl.run.recorded_batches import record_batch
-from megatron_rl.types import Batch, Group, Prompt, Rollout, Sequence
+from megatron_rl.types import Batch, Group, Prompt, Rollout
+from tests.support.groups import whole_sequence
 from tests.support.tiny import tiny_recipe
 
 LAYERS, TOPK = 3, 2
@@ -30,7 +31,7 @@ ARRAYS = (
     "tokens",
     "inference_logprobs",
     "exact_logprobs",
-    "loss_mask",
+    "sampled",
     "policy_versions",
     "routed_experts",
     "route_checksums",
@@ -46,7 +47,7 @@ def whole(
     sequences = []
     for i in range(num_sequences):
         prompt, response = int(random.integers(1, 9)), 1 + int(random.exponential(mean))
-        s = Sequence(
+        s = whole_sequence(
             id=f"p:{i}/0",
             tokens=random.integers(0, 2**31, prompt + response),
             prompt_length=prompt,
@@ -57,8 +58,8 @@ def whole(
             policy_versions=np.full(response, i, dtype=np.int32),
         )
         if routes:
-            s.routed_experts = random.integers(0, 8, (s.length - 1, LAYERS, TOPK), dtype=np.uint8)
-            s.route_checksums = route_checksums(s.id, s.tokens, s.routed_experts)
+            s.routed_experts = random.integers(0, 8, (s.whole_length - 1, LAYERS, TOPK), dtype=np.uint8)
+            s.route_checksums = route_checksums(s.id, s.whole, s.routed_experts)
         if exact:
             s.exact_logprobs = s.inference_logprobs - np.float32(i)
             s.kept_tokens = random.integers(-1, 99, (response, 5), dtype=np.int32)  # the other optional array
@@ -72,9 +73,7 @@ def held_by(batch: Batch, owners: list[int]) -> Batch:
     return replace(
         batch,
         sequences=[
-            replace(s, owner=owner)
-            if owner == dist.get_rank()
-            else replace(s, **absent, owner=owner, mask_elsewhere=s.num_trained)
+            replace(s, owner=owner) if owner == dist.get_rank() else replace(s, **absent, owner=owner)
             for s, owner in zip(batch.sequences, owners, strict=True)
         ],
     )
@@ -88,8 +87,8 @@ def replicas(num_replicas: int) -> Replicas:
     return Replicas(own, tuple(first * size + size - 1 for first in range(num_replicas)), groups[own])
 
 
-def same(got: Sequence, expected: Sequence) -> bool:
-    for name in ARRAYS:
+def same(got: Rollout, expected: Rollout) -> bool:
+    for name in {*ARRAYS, "loss_mask"} - {"sampled"}:
         left, right = getattr(got, name), getattr(expected, name)
         if (left is None) != (right is None):
             return False
@@ -119,10 +118,10 @@ def exchange(
         absent = all(getattr(received, name) is None for name in ARRAYS)
         if not (same(received, want) if wanted else absent):
             wrong.append(i)
-        if (received.length, received.num_trained, received.response_length) != (
+        if (received.length, received.num_trained, received.whole_length) != (
             want.length,
             want.num_trained,
-            want.response_length,
+            want.whole_length,
         ):
             wrong.append(i)
     for sequence, home in zip(batch.sequences, target, strict=True):
@@ -171,19 +170,15 @@ def held_bytes(per_rank: int) -> dict[str, int]:
         is_here = owner == dist.get_rank()
         response = np.zeros(5999)
         sequences.append(
-            Sequence(
-                id=str(i),
-                tokens=np.arange(6000) + i if is_here else None,
-                prompt_length=1,
+            Rollout(
+                str(i),
+                prompt=[i],
+                tokens=np.arange(1, 6000, dtype=np.int32) + i if is_here else None,
                 inference_logprobs=response.astype(np.float32) if is_here else None,
-                loss_mask=np.ones(5999, bool) if is_here else None,
-                advantage=0.0,
-                reward=0.0,
                 policy_versions=response.astype(np.int32) if is_here else None,
                 routed_experts=np.full((5999, 48, 8), i % 100, np.uint8) if is_here else None,
                 route_checksums=np.zeros(5999 + 48, np.int64) if is_here else None,
-                length=6000,
-                mask_elsewhere=5999,
+                length=5999,
                 owner=owner,
             )
         )
@@ -202,7 +197,7 @@ def denominators(correction: dict) -> dict[str, list[float]]:
     whole_batch = whole(9, seed=2, routes=False)
     random = np.random.default_rng(0)
     for s in whole_batch.sequences:
-        noise = random.normal(0, 1, s.response_length).astype(np.float32)
+        noise = random.normal(0, 1, s.length).astype(np.float32)
         s.old_logprobs = np.minimum(s.inference_logprobs + noise, 0.0)
     expected = minibatch_denominators(whole_batch.sequences, config)
     holders = [(i * i) % dist.get_world_size() for i in range(9)]
@@ -224,12 +219,12 @@ def groups_held(owners: list[int | None]) -> list[Group]:
             is_here = owner in (None, dist.get_rank())
             rollouts.append(
                 Rollout(
-                    prompt.id,
-                    sample,
+                    f"{prompt.id}/{sample}",
+                    prompt.tokens,
                     tokens.astype(np.int32) if is_here else None,
                     np.zeros(len(tokens), np.float32) if is_here else None,
-                    "length" if sample == 1 else "stop",
                     np.zeros(len(tokens), np.int32) if is_here else None,
+                    "length" if sample == 1 else "stop",
                     text=f"#{(row + sample) % 2}" if is_here else "",
                     length=len(tokens),
                     owner=owner,
@@ -251,18 +246,18 @@ def scored(owners: list[int | None]) -> dict[str, Any]:
     for s in batch.sequences:
         s.holder = s.owner
         s.current_logprobs = None if s.tokens is None else s.inference_logprobs + np.float32(0.5)
-    ratios = share_samples(groups, batch, [0, 4])
+    ratios = share_samples(groups, [0, 4])
     rollouts = [r for group in groups for r in group.rollouts]
     return {
         "rewards": [(r.raw_reward, r.reward, r.masked) for r in rollouts],
         "metrics": scores.metrics | rollout_metrics(groups, 2),
-        "advantages": [(s.advantage, s.num_trained, s.length) for s in batch.sequences],
+        "advantages": [(s.advantage, s.num_trained, s.whole_length) for s in batch.sequences],
         "ratios": ratios,
         "texts": [rollouts[place].text for place in (0, 4)],
     }
 
 
-def _arrays(sequence: Sequence) -> list[np.ndarray]:
+def _arrays(sequence: Rollout) -> list[np.ndarray]:
     return [value for value in vars(sequence).values() if isinstance(value, np.ndarray)]
 
 

@@ -30,7 +30,7 @@ def prompts(number: int, name: str = "p", slow: tuple[int, ...] = ()) -> list[Pr
 def seen(groups: list[Group]) -> dict[str, Any]:
     """What this rank knows, and what all know together."""
     flat = [rollout for group in groups for rollout in group.rollouts]
-    about = [(r.prompt_id, r.sample, r.length, r.finish_reason, r.owner) for r in flat]
+    about = [(r.id, r.length, r.finish_reason, r.owner) for r in flat]
     here = [number for number, r in enumerate(flat) if r.tokens is not None]
     texts = [r.text for r in flat]
     whole = [r for group in everywhere(groups) for r in group.rollouts]

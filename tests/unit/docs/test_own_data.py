@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_rl.__main__ import main
@@ -21,8 +20,9 @@ from megatron_rl.errors import EXIT_DONE
 from megatron_rl.process.user_functions import load_function
 from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards.worker import call_reward
-from megatron_rl.types import Group, Prompt, Rollout
+from megatron_rl.types import Group, Prompt
 from tests.support import debian
+from tests.support.groups import any_response
 from tests.support.tiny import REPOSITORY
 
 REWARDS = REPOSITORY / "recipes" / "rewards"
@@ -95,8 +95,7 @@ def judge_url() -> Iterator[str]:
 
 
 def scored(path: Path, function: str, answer: str, *texts: str) -> tuple[Group, dict[str, float]]:
-    zeros = np.zeros(1, np.float32)
-    rollouts = [Rollout("p", i, np.ones(1), zeros, "stop", zeros, text=text) for i, text in enumerate(texts)]
+    rollouts = [any_response(f"p/{i}", text=text) for i, text in enumerate(texts)]
     group = Group(Prompt("p", [1], answer), rollouts)
     config = RewardConfig(name=f"{path}:{function}", num_workers=1, retries=1, retry_wait_s=0.0, wait_s=60.0)
     with Rewarder(config, 100) as rewarder:

@@ -11,6 +11,7 @@ import torch
 from megatron_rl.config.rollout import ExactConfig, NoiseConfig
 from megatron_rl.exact.doses import make_dose, size_of
 from megatron_rl.types import Rollout
+from tests.support.groups import any_response
 from tests.support.rounding import rounded
 
 
@@ -18,7 +19,7 @@ def rollout(*differences: float) -> Rollout:
     count = len(differences)
     mu = np.full(count, -1.0, np.float32)
     exact = mu + np.array(differences, np.float32)
-    return Rollout("p", 0, np.ones(count, np.int32), mu, "stop", np.zeros(count, np.int32), exact_logprobs=exact)
+    return any_response("p/0", count, inference_logprobs=mu, exact_logprobs=exact)
 
 
 def test_the_size_of_two_responses_by_hand():

@@ -7,7 +7,8 @@ import torch
 
 from megatron_rl.instruments.gradient_bias import ExpertReport, _add
 from megatron_rl.routing import RouteShape
-from megatron_rl.types import Sequence
+from megatron_rl.types import Rollout
+from tests.support.groups import whole_sequence
 from tests.support.rounding import rounded
 
 SHAPE = RouteShape(num_experts=4, topk=2, layers=(1, 3))
@@ -18,8 +19,8 @@ def empty() -> ExpertReport:
     return ExpertReport(SHAPE.layers, *counts, np.zeros((2, 4)), 0.0, 0)
 
 
-def sequence(num_response: int = 2, prompt: int = 2) -> Sequence:
-    return Sequence(
+def sequence(num_response: int = 2, prompt: int = 2) -> Rollout:
+    return whole_sequence(
         id="a/0",
         tokens=np.arange(prompt + num_response),
         prompt_length=prompt,
@@ -60,7 +61,7 @@ def test_loads_flips_and_shares():
 def test_masked_tokens_and_missing_routes_do_not_count():
     report = empty()
     masked = sequence()
-    masked.loss_mask[0] = False
+    masked.sampled, masked.num_sampled = np.array([False, True]), 1
     engine = ENGINE.copy()
     engine[1] = 255
     _add(report, masked, engine, LEARNER, np.log([1.0, 0.75]).astype(np.float32), SHAPE)

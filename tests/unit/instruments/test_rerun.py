@@ -19,5 +19,5 @@ def test_the_schedule_sees_lengths_at_optimizer_steps_as_in_training():
         update=lambda batch: {"actor/pg_loss": 0.0},
     )
     repeat_update(learner, RecordedBatch(batch, 40, {}))
-    assert seen == [(40, sum(s.response_length for s in batch.sequences) / len(batch.sequences))]
+    assert seen == [(40, sum(s.length for s in batch.sequences) / len(batch.sequences))]
     assert learner.step == 11

@@ -89,7 +89,7 @@ class Scorer:
     def compute_logprobs(self, batch, mode):
         self.modes.append(mode)
         gap = self.gap + (0.1 if mode == "native" else 0.0)
-        return [s.inference_logprobs + gap * np.sign(np.arange(s.response_length) % 2 - 0.5) for s in batch.sequences]
+        return [s.inference_logprobs + gap * np.sign(np.arange(s.length) % 2 - 0.5) for s in batch.sequences]
 
 
 def attributed(monkeypatch, routed: bool) -> Attribution:
@@ -100,7 +100,7 @@ def attributed(monkeypatch, routed: bool) -> Attribution:
     batch = stored_rollouts(0, num_sequences=4)
     for s in batch.sequences:
         s.inference_logprobs -= 1.0
-        s.loss_mask[:] = True
+        s.sampled, s.num_sampled = None, s.length
     recipe = tiny_recipe(learner={"dtype": "bf16"}, rollout={"dtype": "bf16"}, routing={"telemetry": routed})
     for s, stored in zip(batch.sequences, Scorer(recipe).compute_logprobs(batch, "native"), strict=True):
         s.current_logprobs = stored

@@ -16,7 +16,8 @@ from megatron_rl.layers import attention
 from megatron_rl.layers.attention import ContextKeys, refuse_unfused_attention
 from megatron_rl.layers.context import ContextShare, cut_ranges
 from megatron_rl.learner.packing import build_microbatch
-from megatron_rl.types import Batch, Sequence
+from megatron_rl.types import Batch
+from tests.support.groups import whole_sequence
 from tests.support.rounding import assert_as_double
 
 CPU = torch.device("cpu")
@@ -28,7 +29,7 @@ def batch_of(lengths: list[int]) -> Batch:
     for i, (start, length) in enumerate(zip(starts, lengths)):
         response = np.arange(length - 1, dtype=np.float32)
         sequences.append(
-            Sequence(
+            whole_sequence(
                 id=f"{i}/0",
                 tokens=np.arange(start, start + length),
                 prompt_length=1,

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.layers.context import WHOLE_ROW
 from megatron_rl.learner.packing import Row, build_microbatch, deal
-from megatron_rl.types import Batch, Sequence
+from megatron_rl.types import Batch, Rollout
+from tests.support.groups import whole_sequence
 from tests.support.rounding import assert_as_double
 
 
@@ -47,9 +48,9 @@ def test_the_rank_with_the_most_tokens_of_a_round_has_the_fewest_of_the_next():
     assert deal([4, 3, 2, 1], 2, 4) == [[[0], [3]], [[1], [2]]]
 
 
-def _sequence(prompt: list[int], response: list[int], old: bool = True) -> Sequence:
+def _sequence(prompt: list[int], response: list[int], old: bool = True) -> Rollout:
     r = len(response)
-    return Sequence(
+    return whole_sequence(
         id="x/0",
         tokens=np.array(prompt + response),
         prompt_length=len(prompt),

@@ -1,4 +1,4 @@
-"""The check of routes where they are read: what a rank of GPUs does in place of the check on its host."""
+"""The check of routes where they are read."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SHAPE = RouteShape(8, 2, (0, 1, 2, 3))
 
 
 def damaged(malformed: str):
-    """A rank's slice in which one row names an expert twice, and what checks it: no row was checked on the host."""
+    """A rank's slice in which one row names an expert twice, and what checks it."""
     batch = stored_rollouts(0, 3)
     routes = random_routes(batch)
     routes[1][4, 2] = [5, 5]
     with_routes(batch, routes)
     config = RoutingConfig(replay="r3", malformed=malformed)
-    packed = pack_routes(batch.sequences, 0, SHAPE, config, CheckedRoutes(checks_rows=False))
-    total = sum(s.length for s in batch.sequences)
+    packed = pack_routes(batch.sequences, 0, SHAPE)
+    total = sum(s.whole_length for s in batch.sequences)
     replayer = SimpleNamespace(config=config, shape=SHAPE, layers=[0, 2], device=torch.device("cpu"))
     return replayer, packed.take([(2, total)], [0, 2]), batch.sequences
 
@@ -47,6 +47,7 @@ def test_a_row_of_the_same_step_is_sliced_once_unless_its_routes_are_others(monk
     microbatch = build_microbatch(batch, [0, 1, 2], multiple_of=1, pad_token=0, device=torch.device("cpu"))
     routers = [SimpleNamespace(layer_number=layer + 1) for layer in SHAPE.layers]
     replayer = SimpleNamespace(config=RoutingConfig(replay="r3"), shape=SHAPE, layers=[*SHAPE.layers], routers=routers)
+    replayer.device, replayer._check_rows = torch.device("cpu"), partial(RouterReplayer._check_rows, replayer)
     replayer._own_keys = partial(RouterReplayer._own_keys, replayer)
     replayer._known, replayer._slices = CheckedRoutes(), {}
     first = RouterReplayer.slice(replayer, batch.sequences, microbatch)
@@ -59,7 +60,7 @@ def test_a_row_of_the_same_step_is_sliced_once_unless_its_routes_are_others(monk
 
 def test_or_it_is_left_to_the_router():
     replayer, routes, sequences = damaged("fallback")
-    before, row = routes.experts.copy(), sequences[0].length - 2 + 4
+    before, row = routes.experts.copy(), sequences[0].whole_length - 2 + 4
     RouterReplayer._check_rows(replayer, routes)
     routes.settle()
     assert routes.num_missing == 1

@@ -21,27 +21,26 @@ from megatron_rl.monitor.samples import (
     rho_summary,
     shorten,
 )
-from megatron_rl.types import Group, Prompt, Rollout, Sequence
+from megatron_rl.types import Group, Prompt, Rollout
+from tests.support.groups import any_response
 
 HOSTILE = "\x1b]0;owned\x07\x9b31m<script>alert(1)</script>\r\u202egnp.exe\u2028\ud800\nstep 9, best: forged"
 
 
 def rollout(text: str, sample: int = 0, reward: float = 0.0, length: int = 3) -> Rollout:
-    zeros = np.zeros(length, np.float32)
-    return Rollout("p", sample, [1] * length, zeros, "stop", zeros.astype(np.int32), text=text, reward=reward)
+    return any_response(f"p/{sample}", length, text=text, reward=reward)
 
 
 def group(name: str, *rollouts: Rollout) -> Group:
     return Group(Prompt(name, [1, 2], "7", text=f"What is {name}?"), list(rollouts))
 
 
-def sequence(current: list[float] | None, old: list[float] | None = None) -> Sequence:
+def sequence(current: list[float] | None, old: list[float] | None = None) -> Rollout:
     def array(values):
         return None if values is None else np.array(values, np.float32)
 
     mu = np.full(2, np.log(0.5), np.float32)
-    return Sequence("p/0", np.zeros(4), 2, mu, np.ones(2, bool), 0.0, 0.0, mu, old_logprobs=array(old),
-                    current_logprobs=array(current))  # fmt: skip
+    return any_response("p/0", 2, inference_logprobs=mu, old_logprobs=array(old), current_logprobs=array(current))
 
 
 def test_the_best_the_worst_the_longest_and_then_the_first_are_kept_once_each():

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.monitor.samples import avg_at_n, confidence_interval, pass_at_k, summarise
-from megatron_rl.types import Group, Prompt, Rollout
+from megatron_rl.types import Group, Prompt
+from tests.support.groups import any_response
 from tests.support.rounding import rounded
 
 
@@ -58,9 +59,8 @@ def group(source: str, *rewards: float, lengths: tuple[int, ...] = (), cut: int 
     rollouts = []
     for sample, reward in enumerate(rewards):
         length = lengths[sample] if lengths else 3
-        zeros = np.zeros(length, dtype=np.float32)
         reason = "length" if sample < cut else "stop"
-        rollouts.append(Rollout("p", sample, [1] * length, zeros, reason, zeros.astype(np.int32), raw_reward=reward))
+        rollouts.append(any_response(f"p/{sample}", length, reason, raw_reward=reward))
     return Group(Prompt("p", [1], "a", data_source=source), rollouts)
 
 

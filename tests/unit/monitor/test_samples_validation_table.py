@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import math
 
-import numpy as np
 import pytest
 
 from megatron_rl.config.data import DataSourceConfig
 from megatron_rl.errors import InputError
 from megatron_rl.monitor.samples import check_names, confidence_interval, file_rows, summarise, table
 from megatron_rl.process.host import format_table
-from megatron_rl.types import Group, Prompt, Rollout
+from megatron_rl.types import Group, Prompt
+from tests.support.groups import any_response
 
 
 def group(name: str, rewards: list[float], source: str = "", cut: int = 0) -> Group:
     rollouts = [
-        Rollout(name, i, np.ones(i + 1, np.int32), None, "length" if i < cut else "stop", None, raw_reward=reward)
+        any_response(f"{name}/{i}", i + 1, "length" if i < cut else "stop", raw_reward=reward)
         for i, reward in enumerate(rewards)
     ]
     return Group(Prompt(name, [1], "0", data_source=source), rollouts)

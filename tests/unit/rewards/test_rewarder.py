@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from megatron_rl.config.data import RewardConfig
@@ -12,6 +11,7 @@ from megatron_rl.monitor.alarms import BUILT_IN, Alarms
 from megatron_rl.rewards import Rewarder, check_reward, overlong_penalty
 from megatron_rl.rewards.rewarder import Failure, RewardFault, Scores, merge, refuse_too_many
 from megatron_rl.types import Group, Prompt, Rollout
+from tests.support.groups import any_response
 from tests.support.rounding import rounded
 
 CUSTOM = """
@@ -49,8 +49,7 @@ PROMPT = Prompt("p:0", [1], "7", data_source="s")
 
 
 def rollout(text: str, length: int = 5, finish_reason: str = "stop") -> Rollout:
-    zeros = np.zeros(length, dtype=np.float32)
-    return Rollout("p", 0, [7] * length, zeros, finish_reason, zeros.astype(np.int32), text=text)
+    return any_response("p/0", length, finish_reason, text=text)
 
 
 def group(answer: str, *texts: str, source: str = "s", **extra) -> Group:

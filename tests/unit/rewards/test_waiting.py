@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 
-import numpy as np
 import pytest
 
 from megatron_rl.config.data import RewardConfig
@@ -14,7 +13,8 @@ from megatron_rl.rewards import Rewarder
 from megatron_rl.rewards import pool as pool_module
 from megatron_rl.rewards.pool import WorkerPool
 from megatron_rl.rewards.rewarder import RewardFault, refuse_too_many
-from megatron_rl.types import Group, Prompt, Rollout
+from megatron_rl.types import Group, Prompt
+from tests.support.groups import any_response
 
 FUNCTIONS = """
 import asyncio, os, signal, time
@@ -152,8 +152,7 @@ def test_a_list_of_another_length_is_a_failed_call(run):
 
 # ---------------------------------------------------------------- Rewarder
 def group(name: str, *texts: str) -> Group:
-    zeros = np.zeros(2, np.float32)
-    rollouts = [Rollout(name, i, np.ones(2, np.int32), zeros, "stop", zeros, text=t) for i, t in enumerate(texts)]
+    rollouts = [any_response(f"{name}/{i}", 2, text=text) for i, text in enumerate(texts)]
     return Group(Prompt(name, [1], "0", data_source="s"), rollouts)
 
 

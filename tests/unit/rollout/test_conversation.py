@@ -133,7 +133,7 @@ def test_a_response_of_several_turns_is_sealed_and_masked():
     here, there, out = batch.sequences
     assert here.loss_mask.tolist() == [True, True, False, True]
     assert [s.num_trained for s in batch.sequences] == [3, 3, 0]
-    assert (there.length, out.length) == (6, 6)
+    assert (there.whole_length, out.whole_length) == (6, 6)
 
 
 def test_the_room_ends_a_conversation():

@@ -93,7 +93,7 @@ def routes(num_rows: int) -> np.ndarray:
 
 def test_a_response_becomes_a_rollout():
     rollout = make_rollout(request(), [5, 6, 2], [-0.5, -1.25, 0.0], "stop", 9, routes(5), ARCHITECTURE, text="ab")
-    assert (rollout.prompt_id, rollout.sample, rollout.tokens.tolist(), rollout.text) == ("toy:7", 4, [5, 6, 2], "ab")
+    assert (rollout.id, rollout.sample, rollout.tokens.tolist(), rollout.text) == ("toy:7/4", 4, [5, 6, 2], "ab")
     assert rollout.inference_logprobs.dtype == np.float32
     assert rollout.inference_logprobs.tolist() == [-0.5, -1.25, 0.0]
     assert rollout.policy_versions.tolist() == [9, 9, 9]
@@ -140,10 +140,7 @@ def test_groups_come_in_the_order_of_prompts():
     groups = make_groups(PROMPTS, 2, rollouts)
     assert [group.prompt for group in groups] == PROMPTS
     for group in groups:
-        assert [(rollout.prompt_id, rollout.sample) for rollout in group.rollouts] == [
-            (group.prompt.id, 0),
-            (group.prompt.id, 1),
-        ]
+        assert [rollout.id for rollout in group.rollouts] == [f"{group.prompt.id}/{sample}" for sample in range(2)]
 
 
 WEIGHTS = {"a": torch.zeros(2, 3), "b": torch.ones(4)}

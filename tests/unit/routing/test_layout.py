@@ -6,22 +6,23 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_rl.layers.context import ContextShare, cut_ranges
 from megatron_rl.routing import missing_id, pack_routes, packed_keys
 from megatron_rl.routing.layout import PADDING_ID, CheckedRoutes, padding_routes, parts_in
 from megatron_rl.routing.payload import malformed_rows
-from tests.support.routes import ON, SHAPE, batch_with_routes, slices
+from tests.support.routes import SHAPE, batch_with_routes, slices
 
 
 def test_slices_of_context_parallel_ranks_are_those_of_their_tokens():
     """Padding after each sequence; shares that begin and end inside sequences, cut again by tensor-parallel ranks."""
     batch, size = batch_with_routes(), 2
-    lengths = [len(s.tokens) for s in batch.sequences]
+    lengths = [s.whole_length for s in batch.sequences]
     after = [-n % (2 * size) for n in lengths]
     padded = [n + pad for n, pad in zip(lengths, after)]
     assert any(after)
-    packed = pack_routes(batch.sequences, 4, SHAPE, ON, after=after)
+    packed = pack_routes(batch.sequences, 4, SHAPE, after=after)
     by_rank = {}
     for rank in range(size):
         ranges = ContextShare(size, rank).ranges([*padded, 4])
@@ -30,7 +31,7 @@ def test_slices_of_context_parallel_ranks_are_those_of_their_tokens():
             taken = packed.take(own, [1, 3])
             parts = parts_in(taken.parts, own)
             ids, sizes = zip(*parts, strict=True)
-            whole = [np.concatenate([s.tokens, np.zeros(n, np.int64)]) for s, n in zip(batch.sequences, after)]
+            whole = [np.concatenate([s.whole, np.zeros(n, np.int64)]) for s, n in zip(batch.sequences, after)]
             tokens, positions = (
                 np.concatenate(row) for row in ([*whole, np.zeros(4, np.int64)], [np.arange(n) for n in [*padded, 4]])
             )
@@ -43,13 +44,13 @@ def test_slices_of_context_parallel_ranks_are_those_of_their_tokens():
                 assert name == PADDING_ID or position == positions[rows[row]]
     assert sorted(by_rank) == list(range(sum(padded) + 4))
     for s, start in zip(batch.sequences, np.cumsum([0, *padded])):
-        for token in range(len(s.tokens) - 1):
+        for token in range(s.whole_length - 1):
             assert (by_rank[start + token] == s.routed_experts[token][[1, 3]]).all()
 
 
 def test_slices_put_together_are_the_routes():
     batch = batch_with_routes()
-    total = sum(len(s.tokens) for s in batch.sequences)
+    total = sum(s.whole_length for s in batch.sequences)
     padding = -total % 4
     parts = {}
     for cut, keys, layers in slices(batch, padding, 4, [[0, 1], [2, 3]]):
@@ -60,8 +61,8 @@ def test_slices_put_together_are_the_routes():
     )
     start = 0
     for s in batch.sequences:
-        assert (whole[start : start + len(s.tokens) - 1] == s.routed_experts).all()
-        start += len(s.tokens)
+        assert (whole[start : start + s.whole_length - 1] == s.routed_experts).all()
+        start += s.whole_length
         assert (whole[start - 1] == missing_id(np.dtype(np.uint8))).all(), "the last token has no route"
     assert sum(f.num_due for f, _, _ in slices(batch, padding, 4, [[0, 1], [2, 3]])) == 4 * (total - 6)
 
@@ -71,20 +72,20 @@ def test_padding_is_spread_over_the_experts():
     for layer in range(4):
         counts[layer] = np.bincount(padding_routes(16, SHAPE)[:, layer].flatten(), minlength=8)
     assert (counts == 4).all()
-    assert not malformed_rows(padding_routes(16, SHAPE), 8).any()
+    assert not malformed_rows(torch.from_numpy(padding_routes(16, SHAPE)), 8).any()
 
 
 def test_what_was_checked_in_a_step_is_not_checked_again():
     batch, known = batch_with_routes(3), CheckedRoutes()
-    first = pack_routes(batch.sequences, 0, SHAPE, ON, known)
-    total = sum(s.length for s in batch.sequences)
+    first = pack_routes(batch.sequences, 0, SHAPE, known)
+    total = sum(s.whole_length for s in batch.sequences)
     with mock.patch("megatron_rl.routing.layout.checked_routes", side_effect=AssertionError("checked twice")):
-        again = pack_routes(batch.sequences[::-1], 2, SHAPE, ON, known)  # another row of the same sequences
+        again = pack_routes(batch.sequences[::-1], 2, SHAPE, known)  # another row of the same sequences
         taken = again.take([(0, total + 2)], range(4))
         batch.sequences[1].routed_experts = batch.sequences[1].routed_experts.copy()
         with pytest.raises(AssertionError, match="checked twice"):
-            pack_routes(batch.sequences, 0, SHAPE, ON, known)
-    last = batch.sequences[-1].length
+            pack_routes(batch.sequences, 0, SHAPE, known)
+    last = batch.sequences[-1].whole_length
     before = first.take([(total - last, total)], range(4))
     assert (taken.experts[:last] == before.experts).all()
     assert (taken.seals[:last] == before.seals).all(), "made of the slice, they are those of the whole sequence"

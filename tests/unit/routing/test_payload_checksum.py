@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.routing import RouteError, pack_routes
-from tests.support.routes import ON, SHAPE, batch_with_routes, slices
+from tests.support.routes import SHAPE, batch_with_routes, slices
 
 
 @settings(max_examples=60)
@@ -35,7 +35,7 @@ def test_any_single_change_to_a_payload_is_found(data):
         return
     victim.routed_experts = routes
     with pytest.raises(RouteError, match=f"sequence {victim.id}: routes do not belong to its tokens"):
-        pack_routes(batch.sequences, 0, SHAPE, ON)
+        pack_routes(batch.sequences, 0, SHAPE)
 
 
 def test_the_changed_token_and_layer_are_named():
@@ -44,12 +44,12 @@ def test_the_changed_token_and_layer_are_named():
     victim.routed_experts = victim.routed_experts.copy()
     victim.routed_experts[5, 2] = victim.routed_experts[5, 2, ::-1]
     with pytest.raises(RouteError, match=r"token 5 \(1 of \d+ tokens\) and MoE layer 2 \(1 of 4 layers\)"):
-        pack_routes(batch.sequences, 0, SHAPE, ON)
+        pack_routes(batch.sequences, 0, SHAPE)
 
 
 def test_a_slice_held_against_other_tokens_or_layers_is_refused():
     batch = batch_with_routes()
-    total = sum(len(s.tokens) for s in batch.sequences)
+    total = sum(s.whole_length for s in batch.sequences)
     (first, keys_0, layers), (second, keys_1, _) = slices(batch, -total % 2, 2, [[0, 1, 2, 3]])
     first.verify(keys_0, layers, SHAPE)
     with pytest.raises(RouteError, match=r"sequence train:0/0, layer 0, token 0: .* another token or layer"):

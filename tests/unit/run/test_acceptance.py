@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from megatron_rl.config.sections import AcceptanceConfig
 from megatron_rl.run.acceptance import judge, post_update_gap, tolerance_at
-from megatron_rl.types import Sequence
+from megatron_rl.types import Rollout
+from tests.support.groups import whole_sequence
 from tests.support.rounding import rounded
 from tests.support.tiny import DATA, tiny_recipe
 
@@ -24,9 +25,9 @@ def T_post(pi: list[list[float]], mu: list[list[float]], A: list[float]) -> floa
     return -total / len(A)
 
 
-def sequence(mu: list[float], advantage: float, mask: list[bool] | None = None) -> Sequence:
+def sequence(mu: list[float], advantage: float, mask: list[bool] | None = None) -> Rollout:
     n = len(mu)
-    return Sequence(
+    return whole_sequence(
         id="s",
         tokens=np.arange(n + 2),
         prompt_length=2,

@@ -10,7 +10,8 @@ from megatron_rl.errors import InputError
 from megatron_rl.rollout import RolloutError
 from megatron_rl.run import lookahead
 from megatron_rl.run.lookahead import Lookahead, staleness_metrics
-from megatron_rl.types import Group, Prompt, Rollout
+from megatron_rl.types import Group, Prompt
+from tests.support.groups import any_response
 
 PROMPTS = [Prompt(id=f"toy:{row}", tokens=[1, 20 + row], answer="0") for row in range(12)]
 NUM_STEPS = 8
@@ -29,7 +30,7 @@ class Engine:
 
     def rollout(self, prompts, num_samples, *, policy_version, step):
         return [
-            Group(prompt, [Rollout(prompt.id, 0, [5], np.zeros(1), "stop", np.full(1, policy_version, np.int32))])
+            Group(prompt, [any_response(f"{prompt.id}/0", policy_versions=np.full(1, policy_version, np.int32))])
             for prompt in prompts
         ]
 
@@ -114,8 +115,7 @@ def test_a_prompt_that_is_gone_is_named():
 
 
 def sampled(*versions: int) -> list[Group]:
-    rollout = Rollout("toy:0", 0, [5] * len(versions), np.zeros(len(versions)), "stop", np.array(versions, np.int32))
-    return [Group(PROMPTS[0], [rollout])]
+    return [Group(PROMPTS[0], [any_response("toy:0/0", len(versions), policy_versions=np.array(versions, np.int32))])]
 
 
 def test_staleness_is_counted_token_by_token_and_bounded_by_the_step_of_the_oldest_weights():
@@ -152,8 +152,7 @@ def test_a_resumed_run_has_nothing_older_than_its_own_weights():
 def test_staleness_is_of_the_responses_of_all_ranks(monkeypatch):
     """Another rank has three tokens, of age 2, 3 and 7; this one has two."""
     monkeypatch.setattr(lookahead, "gather_objects", lambda own: [own, (12, 3, 7)])
-    rollout = Rollout("toy:0", 0, [5, 6], np.zeros(2), "stop", np.array([8, 9], np.int32))
-    measured = staleness_metrics([Group(PROMPTS[0], [rollout])], num_updates=10)
+    measured = staleness_metrics(sampled(8, 9), num_updates=10)
     assert measured == {"rollout/staleness_mean": (2 + 1 + 12) / 5, "rollout/staleness_max": 7.0}
 
 

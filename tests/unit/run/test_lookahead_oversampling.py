@@ -19,6 +19,7 @@ from megatron_rl.run import lookahead
 from megatron_rl.run.lookahead import Begun, Lookahead, Oversampling, make_lookahead
 from megatron_rl.run.start import Run
 from megatron_rl.types import Group, Prompt, Rollout
+from tests.support.groups import any_response
 from tests.support.tiny import tiny_recipe
 
 PROMPTS = [Prompt(id=f"toy:{row}", tokens=[1], answer="0") for row in range(400)]
@@ -45,7 +46,7 @@ class Servers:
     def begin(self, prompts, num_samples, *, policy_version, step):
         ticket = SimpleNamespace(left={}, begun=self.now, version=policy_version)
         for place, prompt in enumerate(prompts):
-            rollouts = [response(prompt.id, sample, policy_version) for sample in range(num_samples)]
+            rollouts = [sampled(prompt.id, sample, policy_version) for sample in range(num_samples)]
             ticket.left[place] = (self.now + length(prompt.id), Group(prompt, rollouts))
         self.tickets.append(ticket)
         return ticket
@@ -69,10 +70,9 @@ class Servers:
         return sum(rollout.length for group in done for rollout in group.rollouts)
 
 
-def response(name: str, sample: int, version: int) -> Rollout:
-    tokens = np.ones(length(name), np.int32)
-    versions = np.full(len(tokens), version, np.int32)
-    return Rollout(name, sample, tokens, np.zeros(len(tokens), np.float32), "stop", versions)
+def sampled(name: str, sample: int, version: int) -> Rollout:
+    size = length(name)
+    return any_response(f"{name}/{sample}", size, policy_versions=np.full(size, version, np.int32))
 
 
 class Training:

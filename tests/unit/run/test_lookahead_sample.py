@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from megatron_rl import train
 from megatron_rl.batch import group_metrics, keep_informative
 from megatron_rl.rewards.rewarder import Scores
-from megatron_rl.types import Group, Prompt, Rollout
+from megatron_rl.types import Group, Prompt
+from tests.support.groups import any_response
 from tests.support.tiny import tiny_recipe
 
 SCORES = [
@@ -22,7 +22,7 @@ SCORES = [
 
 def group(name: str, raw: list[float], shaped: list[float] | None = None) -> Group:
     rollouts = [
-        Rollout(name, i, [1], np.zeros(1, np.float32), "stop", np.zeros(1, np.int32), reward=shown, raw_reward=value)
+        any_response(f"{name}/{i}", reward=shown, raw_reward=value)
         for i, (value, shown) in enumerate(zip(raw, shaped or raw, strict=True))
     ]
     return Group(Prompt(name, [1], "0"), rollouts)

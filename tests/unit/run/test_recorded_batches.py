@@ -20,7 +20,7 @@ from megatron_rl.run.recorded_batches import (
     record_batch,
     recorded_steps,
 )
-from megatron_rl.types import Batch, Sequence
+from megatron_rl.types import Batch, Rollout
 from tests.support.routes import random_routes, with_routes
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
@@ -40,7 +40,7 @@ def test_a_batch_survives_the_disk(tmp_path):
     assert loaded.metrics == {"actor/grad_norm": 0.25}
     assert loaded.batch.minibatches == batch.minibatches
     for got, want in zip(loaded.batch.sequences, batch.sequences, strict=True):
-        for field in fields(Sequence):
+        for field in fields(Rollout):
             left, right = getattr(got, field.name), getattr(want, field.name)
             if isinstance(right, np.ndarray):
                 assert left.dtype == right.dtype, field.name
@@ -62,7 +62,7 @@ def test_the_files_say_enough_by_themselves(tmp_path):
     path = record_batch(tmp_path, batch, 0)
     arrays, described = load_file(path.with_suffix(".safetensors")), json.loads(path.read_text())
     start, stop = arrays["cu_seqlens"][4:6]
-    assert arrays["tokens"][start:stop].tolist() == batch.sequences[4].tokens.tolist()
+    assert arrays["tokens"][start:stop].tolist() == batch.sequences[4].whole.tolist()
     first, last = arrays["cu_response"][4:6]
     assert (arrays["current_logprobs"][first:last] == batch.sequences[4].current_logprobs).all()
     assert (arrays["routed_experts"][start - 4 : stop - 5] == batch.sequences[4].routed_experts).all()

@@ -6,7 +6,6 @@ from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 
 from megatron_rl.batch import build_unscored_batch
@@ -14,7 +13,8 @@ from megatron_rl.config.sections import CheckpointConfig
 from megatron_rl.rewards.rewarder import RewardFault, Scores
 from megatron_rl.run.start import Run, best_steps
 from megatron_rl.train import score_batch, update
-from megatron_rl.types import Group, Prompt, Rollout
+from megatron_rl.types import Group, Prompt
+from tests.support.groups import any_response
 from tests.support.tiny import tiny_recipe
 
 
@@ -57,8 +57,8 @@ def test_scores_may_come_late_where_the_pass_for_old_logprobs_does_not_need_them
 
 def test_a_batch_that_is_scored_late_is_scored_before_its_first_update():
     """And a step whose scores cannot be had is saved with what was taken before it was sampled."""
-    calls, zeros = [], np.zeros(2, np.float32)
-    groups = [Group(Prompt("p", [1], ""), [Rollout("p", i, np.ones(2), zeros, "stop", zeros) for i in range(2)])]
+    calls = []
+    groups = [Group(Prompt("p", [1], ""), [any_response(f"p/{i}", 2) for i in range(2)])]
     recipe = tiny_recipe(**SEVERAL)
     batch = build_unscored_batch(0, groups, recipe.batch)
 

@@ -20,7 +20,7 @@ Action = Callable[[], float | None]
 
 def made_up_batch(number: int, prompt: int, longest: int, step: int = 0) -> Any:
     """``number`` sequences of the tiny vocabulary, their lengths spread evenly up to ``longest``."""
-    from megatron_rl.types import Batch, Sequence
+    from megatron_rl.types import Batch, Rollout
 
     random = np.random.default_rng(step)
     sequences = []
@@ -28,13 +28,12 @@ def made_up_batch(number: int, prompt: int, longest: int, step: int = 0) -> Any:
         response = 1 + (i * 7919) % longest
         logprobs = random.normal(-1.0, 0.5, response).clip(max=-0.01).astype(np.float32)
         sequences.append(
-            Sequence(
+            Rollout(
                 id=f"train:{i // 8}/{i % 8}",
-                tokens=random.integers(3, 98, prompt + response),
-                prompt_length=prompt,
+                prompt=random.integers(3, 98, prompt),
+                tokens=random.integers(3, 98, response, np.int32),
                 inference_logprobs=logprobs,
                 old_logprobs=logprobs,
-                loss_mask=np.ones(response, dtype=bool),
                 advantage=float(random.normal()),
                 reward=float(i % 2),
                 policy_versions=np.zeros(response, dtype=np.int32),

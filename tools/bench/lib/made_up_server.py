@@ -19,13 +19,14 @@ from megatron_rl.model.architecture import Architecture
 from megatron_rl.rollout.requests import seal_routes
 from megatron_rl.rollout.servers.guard import Guard, GuardState
 from megatron_rl.rollout.servers.rendezvous import Address, publish
-from megatron_rl.rollout.servers.wire import SERVER_IDLE_S, Answer
+from megatron_rl.rollout.servers.wire import SERVER_IDLE_S
+from megatron_rl.types import Rollout
 
 SLOW = "slow"  # ids of prompts that take SLOW_S begin with this
 SLOW_S = 1.0
 
 
-def response(body: dict[str, Any], version: int, architecture: Architecture | None, length: int | None) -> Answer:
+def response(body: dict[str, Any], version: int, architecture: Architecture | None, length: int | None) -> Rollout:
     """``length``: of every response; None: as the seed says."""
     fields = body["sampling_params"]
     rng = np.random.default_rng([fields["seed"], version])
@@ -34,18 +35,20 @@ def response(body: dict[str, Any], version: int, architecture: Architecture | No
     stops = number < fields["max_tokens"]
     if stops:
         tokens[-1] = fields["stop_token_ids"][0]
-    sealed = None
+    routes = checksums = None
     if architecture is not None and body.get("wants_routes"):
         shape = (len(body["token_ids"]) + number - 1, architecture.num_layers, architecture.experts_per_token)
-        routes = rng.integers(0, architecture.num_experts, shape)
-        sealed = seal_routes(body["id"], body["id"], body["token_ids"], tokens, routes, architecture)
-    return Answer(
+        drawn = rng.integers(0, architecture.num_experts, shape)
+        routes, checksums = seal_routes(body["id"], body["id"], body["token_ids"], tokens, drawn, architecture)
+    return Rollout(
+        "",
+        (),
         tokens=tokens,
-        logprobs=-rng.random(number, np.float32),
-        versions=np.full(number, version, np.int32),
+        inference_logprobs=-rng.random(number, np.float32),
+        policy_versions=np.full(number, version, np.int32),
         finish_reason="stop" if stops else "length",
-        routes=None if sealed is None else sealed.routes,
-        route_checksums=None if sealed is None else sealed.checksums,
+        routed_experts=routes,
+        route_checksums=checksums,
     )
 
 
@@ -62,10 +65,10 @@ def serve(
     are drawn; later requests get these again, whatever they ask."""
     import uvicorn
 
-    drawn: list[Answer] = []
+    drawn: list[Rollout] = []
     held = 0  # policy version
 
-    async def sample(body: dict[str, Any], is_open: Any) -> Answer:
+    async def sample(body: dict[str, Any], is_open: Any) -> Rollout:
         version = held
         if body["id"].startswith(SLOW):
             await asyncio.sleep(SLOW_S)

@@ -57,11 +57,11 @@ def test_a_batch_has_the_planned_bytes(tmp_path, routing, minibatches, top_k):
     for s in batch.sequences:
         s.current_logprobs = s.inference_logprobs
         s.old_logprobs = s.inference_logprobs if minibatches > 1 or "replay" in routing else None
-        s.kept_tokens = np.zeros((s.response_length, top_k + SPARE_CANDIDATES), np.int32) if top_k else None
+        s.kept_tokens = np.zeros((s.length, top_k + SPARE_CANDIDATES), np.int32) if top_k else None
     if routing:
         with_routes(batch, random_routes(batch))
     arrays = load_file(record_batch(tmp_path, batch, 0).with_suffix(".safetensors"))
-    responses = sum(s.response_length for s in batch.sequences)
+    responses = sum(s.length for s in batch.sequences)
     rollout = {"num_samples": 2} | ({"kept_sets": True, "top_k": top_k} if top_k else {})
     planned = replace(
         work(OFF),

@@ -94,7 +94,7 @@ def test_tokens_are_coloured_by_rho(written, run):
     sequence = written.batch(3).sequences[5]
     gaps = (sequence.old_logprobs.astype(np.float64) - sequence.inference_logprobs).tolist()
     spans = re.findall(r'<span class="token" title="(.*?)" style="(.*?)">(.*?)</span>', page.batch_page(run, 3, 5))
-    tokens = sequence.tokens[sequence.prompt_length :]
+    tokens = sequence.tokens
     assert [html.unescape(text) for *_, text in spans] == [
         Tokenizer.from_file(str(MODEL / "tokenizer.json")).id_to_token(int(token)) for token in tokens
     ]

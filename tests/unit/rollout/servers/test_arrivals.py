@@ -7,14 +7,14 @@ import threading
 import time
 from concurrent.futures import Future
 
-import numpy as np
 import pytest
 
 from megatron_rl.rollout import LegCounts, RolloutError
 from megatron_rl.rollout.requests import make_requests
 from megatron_rl.rollout.servers.arrivals import Arrivals, next_arrivals
 from megatron_rl.rollout.servers.generator import Ticket
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.types import Prompt
+from tests.support.groups import any_response
 from tests.support.patience import PATIENCE_S
 
 PROMPTS = [Prompt(id=f"p{i}", tokens=[1], answer="") for i in range(5)]
@@ -40,10 +40,7 @@ def begun(num_prompts: int, num_samples: int, news: threading.Condition | None =
 def fetch(ticket: Ticket, number: int, length: int = 1, counts: LegCounts = LegCounts(1, 1)) -> None:  # noqa: B008
     """The answer to request ``number`` arrives."""
     request, done = ticket.requests[number], Future()
-    tokens = np.ones(length, np.int32)
-    done.set_result(
-        Rollout(request.prompt.id, request.sample, tokens, np.zeros(length, np.float32), "stop", np.zeros(length))
-    )
+    done.set_result(any_response(request.sequence_id, length))
     ticket.arrivals.fetched(request.row, counts, done)
 
 

@@ -14,7 +14,8 @@ from megatron_rl.rollout.servers.client import ServerLost, StaleServer, Weights
 from megatron_rl.rollout.servers.dispatch import Balance, Dispatch
 from megatron_rl.rollout.servers.pool import Member, Members, PoolLimits, ServerPool
 from megatron_rl.rollout.servers.rendezvous import Address
-from megatron_rl.rollout.servers.wire import Answer, Load, Meter
+from megatron_rl.rollout.servers.wire import Load, Meter
+from megatron_rl.types import Rollout
 
 
 def member(number: int, in_flight: int = 0, elsewhere: int = 0) -> Member:
@@ -101,7 +102,7 @@ class Chaos:
         self.version = weights.version
         return {"tensors": 0, "bytes": 0}
 
-    async def generate(self, body: dict, version: int) -> Answer:
+    async def generate(self, body: dict, version: int) -> Rollout:
         world, plan = self.world, self.world["plans"][self.name]
         world["now"][self.name] = world["now"].get(self.name, 0) + 1
         world["most"] = max(world["most"], world["now"][self.name])
@@ -118,7 +119,9 @@ class Chaos:
             if what == "stale" or self.version != version:
                 raise StaleServer("other weights")
             world["answered"].append(body["index"])
-            return Answer(np.array([body["index"]], np.int32), np.zeros(1, np.float32), np.full(1, version), "stop")
+            return Rollout(
+                "", (), np.array([body["index"]], np.int32), np.zeros(1, np.float32), np.full(1, version), "stop"
+            )
         finally:
             world["now"][self.name] -= 1
 
@@ -185,7 +188,7 @@ def test_each_request_is_answered_exactly_once_whatever_servers_do(plans, reques
         assert world["most"] <= concurrency, "both ranks together"
 
 
-async def collect(dispatch: Dispatch) -> list[tuple[int, Answer]]:
+async def collect(dispatch: Dispatch) -> list[tuple[int, Rollout]]:
     return [item async for item in dispatch.completions()]
 
 

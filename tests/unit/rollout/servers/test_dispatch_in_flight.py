@@ -19,8 +19,8 @@ from megatron_rl.rollout.servers.client import ServerLost, StaleServer, Weights
 from megatron_rl.rollout.servers.dispatch import Dispatch, Legs, Line
 from megatron_rl.rollout.servers.pool import PoolLimits, ServerPool
 from megatron_rl.rollout.servers.rendezvous import Address
-from megatron_rl.rollout.servers.wire import Answer
 from megatron_rl.routing import route_checksums
+from megatron_rl.types import Rollout
 from tests.support.patience import PATIENCE_S
 
 PROMPT, LENGTH = [7, 7, 7], 12
@@ -76,7 +76,7 @@ class MadeUpServer:
         self.held, self.num_updates = weights.version, self.num_updates + 1
         return {"tensors": 0, "bytes": 0}
 
-    async def generate(self, body: dict, version: int) -> Answer:
+    async def generate(self, body: dict, version: int) -> Rollout:
         self._check()
         if version != self.held:
             raise StaleServer("other weights")
@@ -90,17 +90,19 @@ class MadeUpServer:
             tokens.append(self.held)
         return self._answer(body, tokens, "length")
 
-    def _answer(self, body: dict, tokens: list[int], reason: str) -> Answer:
+    def _answer(self, body: dict, tokens: list[int], reason: str) -> Rollout:
         before, rows = len(body["token_ids"]), len(body["token_ids"]) + len(tokens) - 1
         whole = np.array([*body["token_ids"], *tokens], np.int32)
         first = body.get("first_route", 0)
         routes = (whole[1 : rows + 1, None, None] + np.zeros((1, 2, 1), np.int64)).astype(np.uint8)[first:]
-        return Answer(
+        return Rollout(
+            "",
+            (),
             tokens=whole[before:],
-            logprobs=-np.arange(before, before + len(tokens), dtype=np.float32),
-            versions=whole[before:].copy(),
+            inference_logprobs=-np.arange(before, before + len(tokens), dtype=np.float32),
+            policy_versions=whole[before:].copy(),
             finish_reason=reason,
-            routes=routes if tokens else None,
+            routed_experts=routes if tokens else None,
             route_checksums=route_checksums("p", whole, routes, first) if tokens else None,
         )
 
@@ -139,14 +141,14 @@ def ask(pool: ServerPool, number: int, concurrency: int = 4, line: Line | None =
     return Dispatch(pool, [body(i) for i in range(number)], names, concurrency, 3, line=line, place=place)
 
 
-def assert_whole(answer: Answer) -> None:
+def assert_whole(answer: Rollout) -> None:
     """One response, put together as if it had come in one piece."""
-    assert answer.tokens.tolist() == answer.versions.tolist()
+    assert answer.tokens.tolist() == answer.policy_versions.tolist()
     assert (len(answer.tokens), answer.finish_reason) == (LENGTH, "length")
     whole = np.concatenate([PROMPT, answer.tokens])
-    assert answer.logprobs.tolist() == [-float(position) for position in range(len(PROMPT), len(whole))]
-    assert answer.routes[:, 0, 0].tolist() == whole[1:].tolist()  # of the leg that sampled the next token
-    assert (answer.route_checksums == route_checksums("p", whole, answer.routes)).all()
+    assert answer.inference_logprobs.tolist() == [-float(position) for position in range(len(PROMPT), len(whole))]
+    assert answer.routed_experts[:, 0, 0].tolist() == whole[1:].tolist()  # of the leg that sampled the next token
+    assert (answer.route_checksums == route_checksums("p", whole, answer.routed_experts)).all()
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -162,8 +164,8 @@ def test_responses_outlive_updates_and_come_once(keeps):
     answers, dispatch = play(scene, keeps)
     for answer in answers:
         assert_whole(answer)
-        assert (np.diff(answer.versions) >= 0).all()
-    assert max(len(set(answer.versions.tolist())) for answer in answers) > 1
+        assert (np.diff(answer.policy_versions) >= 0).all()
+    assert max(len(set(answer.policy_versions.tolist())) for answer in answers) > 1
     assert dispatch.num_requeued == 0
     legs = [len(legs.answers) for legs in dispatch.legs]
     assert (max(legs) > 1) != keeps
@@ -185,7 +187,7 @@ def test_a_server_that_dies_loses_what_it_had_not_returned_and_nothing_else(keep
         assert_whole(answer)
     assert dispatch.num_requeued == 4
     if not keeps:  # the first leg of each was returned at the update, and is kept
-        assert {int(answer.versions[0]) for answer in answers} == {0}
+        assert {int(answer.policy_versions[0]) for answer in answers} == {0}
 
 
 def test_a_server_that_others_updated_is_given_the_weights_that_are_due_before_it_is_asked():
@@ -199,7 +201,7 @@ def test_a_server_that_others_updated_is_given_the_weights_that_are_due_before_i
     answers, num_requeued, num_updates = play(scene, keeps=False, number=1)
     for answer in answers:
         assert_whole(answer)
-        assert set(answer.versions.tolist()) == {0}
+        assert set(answer.policy_versions.tolist()) == {0}
     assert num_requeued == 0
     assert num_updates >= 10
 
@@ -266,8 +268,8 @@ def test_routes_are_optional():
     server, legs = MadeUpServer(False, Clock()), Legs(body())
     for number, reason in ((2, "abort"), (LENGTH - 2, "length")):
         answer = server._answer(legs.request(), [1] * number, reason)
-        legs.add(replace(answer, routes=None, route_checksums=None))
-    assert legs.whole().routes is None
+        legs.add(replace(answer, routed_experts=None, route_checksums=None))
+    assert legs.whole().routed_experts is None
 
 
 def test_a_token_of_weights_that_the_batch_may_not_have():

@@ -20,9 +20,8 @@ from megatron_rl.rollout.requests import make_requests
 from megatron_rl.rollout.servers.arrivals import Arrivals
 from megatron_rl.rollout.servers.client import Weights
 from megatron_rl.rollout.servers.generator import Sampler
-from megatron_rl.rollout.servers.wire import Answer
 from megatron_rl.routing import checksums_from_row, route_checksums
-from megatron_rl.types import Prompt
+from megatron_rl.types import Prompt, Rollout
 from tests.support.tiny import MODEL
 from tests.unit.rollout.servers import test_dispatch_in_flight as in_flight
 
@@ -34,16 +33,18 @@ WIDTH = (ARCHITECTURE.num_layers, ARCHITECTURE.experts_per_token)
 class MadeUpServer(in_flight.MadeUpServer):
     """Seals routes of the model's width for the sequence that is asked for."""
 
-    def _answer(self, body: dict, tokens: list[int], reason: str) -> Answer:
+    def _answer(self, body: dict, tokens: list[int], reason: str) -> Rollout:
         before, first = len(body["token_ids"]), body["first_route"]
         whole = np.array([*body["token_ids"], *tokens], np.int32)
         routes = np.broadcast_to(whole[1:, None, None], (len(whole) - 1, *WIDTH)).astype(np.uint8)[first:]
-        return Answer(
+        return Rollout(
+            "",
+            (),
             tokens=whole[before:],
-            logprobs=-np.arange(before, len(whole), dtype=np.float32),
-            versions=whole[before:].copy(),
+            inference_logprobs=-np.arange(before, len(whole), dtype=np.float32),
+            policy_versions=whole[before:].copy(),
             finish_reason=reason,
-            routes=routes if tokens else None,
+            routed_experts=routes if tokens else None,
             route_checksums=route_checksums(body["id"], whole, routes, first) if tokens else None,
         )
 

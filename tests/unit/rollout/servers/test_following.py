@@ -14,7 +14,7 @@ from megatron_rl.rollout.servers.dispatch import Dispatch
 from megatron_rl.rollout.servers.following import Follower, Publisher
 from megatron_rl.rollout.servers.pool import PoolLimits, ServerPool
 from megatron_rl.rollout.servers.rendezvous import Address
-from megatron_rl.rollout.servers.wire import Answer
+from megatron_rl.types import Rollout
 from tests.support.patience import PATIENCE_S
 
 LIMITS = PoolLimits(wait_s=PATIENCE_S, health_every_s=0.01)
@@ -61,7 +61,9 @@ class Server:
             if self.held[self.name] != version:
                 self.refused[self.name, body["index"], version] += 1
                 raise StaleServer("other weights")
-        return Answer(np.array([body["index"]], np.int32), np.zeros(1, np.float32), np.full(1, version), "stop")
+        return Rollout(
+            "", (), np.array([body["index"]], np.int32), np.zeros(1, np.float32), np.full(1, version), "stop"
+        )
 
     async def close(self):
         pass

@@ -26,7 +26,7 @@ class MadeUpServer(in_flight.MadeUpServer):
     """Without routes."""
 
     def _answer(self, body, tokens, reason):
-        return replace(super()._answer(body, tokens, reason), routes=None, route_checksums=None)
+        return replace(super()._answer(body, tokens, reason), routed_experts=None, route_checksums=None)
 
 
 class Rank:

@@ -17,7 +17,8 @@ from megatron_rl.rollout.servers.guard import GENERATE, SETTINGS, WEIGHTS, Guard
 from megatron_rl.rollout.servers.rendezvous import Address, discover, folder, publish, read_token, withdraw
 from megatron_rl.rollout.servers.server import serve
 from megatron_rl.rollout.servers.weight_broadcast import GroupError
-from megatron_rl.rollout.servers.wire import MEDIA_TYPE, Answer, unpack
+from megatron_rl.rollout.servers.wire import MEDIA_TYPE, unpack
+from megatron_rl.types import Rollout
 from tests.support.tiny import tiny_recipe
 
 TOKEN = "a-token-of-tests-0123456789"
@@ -38,15 +39,20 @@ class App:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b'"from vLLM"'})
 
-    async def sample(self, body: dict, is_open: Callable[[], bool]) -> Answer:
+    async def sample(self, body: dict, is_open: Callable[[], bool]) -> Rollout:
         try:
             await self.go_on.wait()
         except asyncio.CancelledError:
             self.aborted += 1
             raise
         ids = body["token_ids"]
-        return Answer(
-            np.array(ids, np.int32), np.zeros(len(ids), np.float32), np.full(len(ids), self.version, np.int32), "stop"
+        return Rollout(
+            "",
+            (),
+            np.array(ids, np.int32),
+            np.zeros(len(ids), np.float32),
+            np.full(len(ids), self.version, np.int32),
+            "stop",
         )
 
 
@@ -82,7 +88,8 @@ async def call(
     assert [message.get("more_body", False) for message in sent[1:]] == [True] * (len(sent) - 2) + [False]
     assert int(dict(sent[0]["headers"]).get(b"content-length", len(content))) == len(content)
     if dict(sent[0]["headers"]).get(b"content-type") == MEDIA_TYPE.encode():
-        return sent[0]["status"], {name: getattr(unpack(content), name).tolist() for name in ("tokens", "versions")}
+        answer = unpack(content)
+        return sent[0]["status"], {name: getattr(answer, name).tolist() for name in ("tokens", "policy_versions")}
     return sent[0]["status"], json.loads(content)
 
 
@@ -139,7 +146,7 @@ def test_only_the_version_that_is_open_is_sampled():
         return seen
 
     closed, open_, older, unnamed, healthy = asyncio.run(scene())
-    assert open_ == healthy == (200, {"tokens": [1], "versions": [4]})
+    assert open_ == healthy == (200, {"tokens": [1], "policy_versions": [4]})
     assert [status for status, _ in (closed, older, unnamed)] == [409] * 3
     assert older[1]["error"] == "policy version 3 was asked for, this server holds 4"
 

@@ -15,7 +15,7 @@ from megatron_rl.rollout.servers.client import RequestRefused, ServerLost, Stale
 from megatron_rl.rollout.servers.dispatch import Dispatch
 from megatron_rl.rollout.servers.pool import PoolLimits, ServerPool
 from megatron_rl.rollout.servers.rendezvous import Address
-from megatron_rl.rollout.servers.wire import Answer
+from megatron_rl.types import Rollout
 from tests.support.patience import PATIENCE_S
 
 LIMITS = PoolLimits(wait_s=PATIENCE_S, health_every_s=0.01)
@@ -68,7 +68,7 @@ class FakeClient:
         self.world.held[self.name] = weights.version
         self.world.pushes.append((self.name, weights.version))
 
-    async def generate(self, body: dict, version: int) -> Answer:
+    async def generate(self, body: dict, version: int) -> Rollout:
         self._check()
         self.in_flight += 1
         self.world.most_in_flight[self.name] = max(self.world.most_in_flight.get(self.name, 0), self.in_flight)
@@ -94,7 +94,7 @@ class FakeClient:
             self.world.dies_after[self.name] -= 1
         self.world.answered.append((self.name, body["index"], version))
         tokens = np.array([body["index"]], np.int32)
-        return Answer(tokens, np.full(1, -0.5, np.float32), np.full(1, version, np.int32), "stop")
+        return Rollout("", (), tokens, np.full(1, -0.5, np.float32), np.full(1, version, np.int32), "stop")
 
     async def close(self) -> None:
         self.closed.set()
@@ -136,7 +136,7 @@ def ask(pool: ServerPool, number: int, concurrency: int = 4, retries: int = 3) -
     )
 
 
-def tokens(answers: list[Answer]) -> list[int]:
+def tokens(answers: list[Rollout]) -> list[int]:
     return [int(answer.tokens[0]) for answer in answers]
 
 

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from megatron_rl.model.architecture import read_architecture
 from megatron_rl.rollout import RolloutError, Sampling
-from megatron_rl.rollout.requests import Request, SealedRoutes, make_rollout
+from megatron_rl.rollout.requests import Request, make_rollout
 from megatron_rl.rollout.servers import server
 from megatron_rl.rollout.servers.client import ServerClient, ServerLost, request_body
 from megatron_rl.rollout.servers.guard import UnderWay
 from megatron_rl.rollout.servers.rendezvous import Address
 from megatron_rl.rollout.servers.server import sample
-from megatron_rl.rollout.servers.wire import Answer, Damaged, pack, unpack
+from megatron_rl.rollout.servers.wire import Damaged, pack, unpack
 from megatron_rl.routing import route_checksums
-from megatron_rl.types import Prompt
+from megatron_rl.types import Prompt, Rollout
 from tests.support.made_up_engine import MadeUpEngine
 from tests.support.tiny import MODEL
 
@@ -52,7 +52,7 @@ def body() -> dict:
     return json.loads(json.dumps(request_body(REQUEST, Sampling(9, 0.7, top_p=0.9, top_k=5), [2])))
 
 
-async def answered(engine: Engine, body: dict) -> Answer:
+async def answered(engine: Engine, body: dict) -> Rollout:
     """What a server that holds policy version 3 answers."""
     under_way = UnderWay(engine)
     await under_way.release(3)
@@ -76,34 +76,33 @@ def through(engine: Engine, wants_routes: bool = True, damage=lambda content: co
 def test_an_answer_is_what_the_engine_sampled_bit_for_bit():
     answer = through(Engine())
     assert (answer.tokens.tolist(), answer.finish_reason) == ([5, 6, 7, 8, 2], "stop")
-    assert answer.versions.tolist() == [3] * 5
-    assert (answer.logprobs == LOGPROBS).all()
-    assert answer.routes.dtype == np.uint8
-    assert (answer.routes == ROUTES).all()
-    assert (answer.route_checksums == route_checksums("p/1", np.array([3, 4, 5, 6, 7, 8, 2]), answer.routes)).all()
-    assert through(Engine(), wants_routes=False).routes is None
-    assert [a.dtype for a in (answer.tokens, answer.logprobs, answer.versions)] == [np.int32, np.float32, np.int32]
+    assert answer.policy_versions.tolist() == [3] * 5
+    assert (answer.inference_logprobs == LOGPROBS).all()
+    assert answer.routed_experts.dtype == np.uint8
+    assert (answer.routed_experts == ROUTES).all()
+    seals = route_checksums("p/1", np.array([3, 4, 5, 6, 7, 8, 2]), answer.routed_experts)
+    assert (answer.route_checksums == seals).all()
+    assert through(Engine(), wants_routes=False).routed_experts is None
 
 
 def test_a_rollout_of_a_server_equals_one_of_an_engine_in_the_rank():
     """Sealed there or here: the same arrays, bit for bit."""
-    request, answer = REQUEST, through(Engine())
-    sealed = SealedRoutes(answer.routes, answer.route_checksums)
-    there = make_rollout(request, answer.tokens, answer.logprobs, "stop", answer.versions, sealed, ARCHITECTURE)
-    here = make_rollout(request, [5, 6, 7, 8, 2], LOGPROBS.tolist(), "stop", 3, ROUTES, ARCHITECTURE)
+    answer = through(Engine())
+    own, sealed = of(answer), (answer.routed_experts, answer.route_checksums)
+    there = make_rollout(REQUEST, *own, sealed, ARCHITECTURE)
+    here = make_rollout(REQUEST, [5, 6, 7, 8, 2], LOGPROBS.tolist(), "stop", 3, ROUTES, ARCHITECTURE)
+    assert_equal(there, here)
     for field in ("tokens", "inference_logprobs", "policy_versions", "routed_experts", "route_checksums"):
-        left, right = getattr(there, field), getattr(here, field)
-        assert left.dtype == right.dtype
-        assert (left == right).all(), field
-    for wrong in (sealed.routes[:-1], sealed.routes.astype(np.uint16), sealed.routes[:, :3]):
+        assert getattr(there, field).dtype == getattr(here, field).dtype, field
+    for wrong in (sealed[0][:-1], sealed[0].astype(np.uint16), sealed[0][:, :3]):
         with pytest.raises(RolloutError, match=r"prompt 'p', sample 1: routes of shape \(6, 4, 2\).* and uint8 due"):
-            make_rollout(request, *args(answer), SealedRoutes(wrong, sealed.checksums), ARCHITECTURE)
+            make_rollout(REQUEST, *own, (wrong, sealed[1]), ARCHITECTURE)
     with pytest.raises(RolloutError, match="got none"):
-        make_rollout(request, *args(answer), None, ARCHITECTURE)
+        make_rollout(REQUEST, *own, None, ARCHITECTURE)
 
 
-def args(answer: Answer) -> tuple:
-    return answer.tokens, answer.logprobs, answer.finish_reason, answer.versions
+def of(answer: Rollout) -> tuple:
+    return answer.tokens, answer.inference_logprobs, answer.finish_reason, answer.policy_versions
 
 
 def test_a_damaged_answer_is_asked_for_again():
@@ -117,8 +116,8 @@ def test_a_damaged_answer_is_asked_for_again():
         assert not caught.value.is_final
 
 
-def assert_equal(left: Answer, right: Answer) -> None:
-    for field in fields(Answer):
+def assert_equal(left: Rollout, right: Rollout) -> None:
+    for field in fields(Rollout):
         assert np.array_equal(getattr(left, field.name), getattr(right, field.name)), field.name
 
 
@@ -131,7 +130,7 @@ def test_every_answer_arrives_as_it_was_sent(runs, reason, dtype):
     n, rng = len(versions), np.random.default_rng(len(runs))
     routes = None if dtype is None else rng.integers(0, np.iinfo(dtype).max, (n + 2, 3, 5), dtype)
     seals = None if dtype is None else rng.integers(-(2**63), 2**63 - 1, n + 5)
-    sent = Answer(rng.integers(0, 9, n, np.int32), rng.random(n, np.float32), versions, reason, routes, seals)
+    sent = Rollout("", (), rng.integers(0, 9, n, np.int32), rng.random(n, np.float32), versions, reason, routes, seals)
     assert_equal(unpack(b"".join(pack(sent))), sent)
 
 
@@ -150,8 +149,8 @@ def test_the_engine_is_asked_for_what_the_request_says():
 def test_a_response_may_be_cut_or_of_several_policies():
     assert through(Engine(finish_reason="abort")).finish_reason == "abort"
     mixed = np.array([3, 3, 3, 4, 4], np.int32)
-    mix = lambda content: b"".join(pack(replace(unpack(content), versions=mixed)))  # noqa: E731
-    assert (through(Engine(), damage=mix).versions == mixed).all()
+    mix = lambda content: b"".join(pack(replace(unpack(content), policy_versions=mixed)))  # noqa: E731
+    assert (through(Engine(), damage=mix).policy_versions == mixed).all()
 
 
 def test_what_is_no_answer():
