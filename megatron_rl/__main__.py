@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_rl import __version__
+from megatron_rl.arguments import FILES, make_folder
 from megatron_rl.commands import COMMANDS, GROUPS, full_name, function_name, module_of
-from megatron_rl.commands.arguments import FILES, make_folder
 from megatron_rl.errors import (
     EXIT_BAD_INPUT,
     EXIT_ENDED_BY_LIMIT,

@@ -7,8 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from megatron_rl.commands import add_recipe
-from megatron_rl.commands.arguments import PORT, output_file
+from megatron_rl.arguments import PORT, add_recipe, output_file
 from megatron_rl.errors import EXIT_DONE
 
 

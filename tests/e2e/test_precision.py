@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megatron_rl.__main__ import main
-from megatron_rl.commands.mismatch_pairs import measure_pair
 from megatron_rl.config.model_rules import confirm_contract, contract
 from megatron_rl.errors import RunEnded
+from megatron_rl.instruments.paper.mismatch_pairs import measure_pair
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import shutdown
 from megatron_rl.rollout.generator import Sampling

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.hf_folder import HFFolder
-from megatron_rl.commands.mismatch_pairs import measure_pair
 from megatron_rl.config.model_rules import _has_fp8_cache, confirm_contract, contract
 from megatron_rl.config.rollout import OWN_BLOCK, RolloutConfig
 from megatron_rl.errors import InputError
+from megatron_rl.instruments.paper.mismatch_pairs import measure_pair
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import shutdown
 from megatron_rl.rollout.generator import Sampling

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from megatron_rl.commands.patch import add_patch, named_purposes
 from megatron_rl.patching import releases
+from megatron_rl.patching.command import add_patch, named_purposes
 from megatron_rl.patching.series import Patch, PatchError, Series
 from tests.support.series import install, megatron_core
 from tests.support.tiny import REPOSITORY

@@ -87,7 +87,7 @@ def _importance_weights(
 
 
 def figures(both_gradients: Gradients) -> dict[str, float]:
-    """As `megatron_rl.instruments.gradient_bias` defines them, from whole vectors."""
+    """As `megatron_rl.instruments.batch.gradient_bias` defines them, from whole vectors."""
     g, reference = both_gradients.mine.sum(0), both_gradients.reference.sum(0)
     norms = float(np.linalg.norm(g)), float(np.linalg.norm(reference))
     return {

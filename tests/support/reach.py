@@ -25,13 +25,13 @@ Seen = set[tuple[str, int]]
 """Files, from the repository's root, and lines that ran."""
 BITS = "tests/unit/doctor/test_learner.py::test_a_gpu_whose_kernels_do_not_repeat_is_not_held_to_bits"
 METER = "tests/unit/doctor/test_engine.py::test_the_meters_peak_counts_what_pytorch_took_beyond_what_was_in_use"
-DOCTOR = "tests/unit/commands/test_doctor.py::test_ranks_and_folder_follow_from_node_and_recipe"
+DOCTOR = "tests/unit/doctor/test_command.py::test_ranks_and_folder_follow_from_node_and_recipe"
 PLANTED = "tests/unit/doctor/test_checks_planted_faults.py"
 LEARNER = "tests/unit/learner/test_model_cuda.py"
 REACHED: dict[str, str | tuple[str, ...]] = {
     "megatron_rl/checkpoint/save.py": "tests/unit/checkpoint/test_save.py",
-    "megatron_rl/commands/doctor.py": DOCTOR,
-    "megatron_rl/commands/mismatch_pairs.py": "tests/unit/commands/test_mismatch_pairs.py",
+    "megatron_rl/doctor/command.py": DOCTOR,
+    "megatron_rl/instruments/paper/mismatch_pairs.py": "tests/unit/instruments/paper/test_mismatch_pairs.py",
     "megatron_rl/doctor/engine.py": (PLANTED, METER),
     "megatron_rl/doctor/learner.py": (BITS, "tests/unit/doctor/test_learner_fp32.py"),
     "megatron_rl/doctor/machine.py": ("tests/unit/doctor/test_machine.py", "tests/unit/doctor/test_machine_nodes.py"),

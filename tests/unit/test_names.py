@@ -18,7 +18,8 @@ MODULES = {
 }
 FILES = sorted(path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))
 DOORS = {
-    "commands.convert": ("checkpoint.conversion",),
+    "commands": ("*.command",),
+    "instruments.convert": ("checkpoint.conversion",),
     "instruments.parity": ("instruments.parity.*",),
     "instruments.translate.rules": ("instruments.translate.objective_rules", "instruments.translate.translation"),
     "exact.kernels": ("exact.kernel_ops", "exact.kernels.*"),

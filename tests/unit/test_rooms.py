@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-AT_THE_TOP = {"__init__", "__main__", "train", "evaluate", "batch", "types", "errors"}
+AT_THE_TOP = {"__init__", "__main__", "train", "evaluate", "batch", "arguments", "types", "errors"}
 ENGINES = {
     "megatron": {"checkpoint", "layers", "exact", "learner", "instruments.parity"},
     "vllm": {"rollout", "instruments.parity"},
@@ -153,3 +153,36 @@ def test_six_modules_at_the_top():
 def test_an_engine_is_imported_in_its_rooms_alone(engine):
     users = {room(module) for module in MODULES if engine in {name.split(".")[0] for name in imported(module)}}
     assert users <= ENGINES[engine]
+
+
+LEAVES = {"errors", "types", "arguments", "shipped"}  # they import nothing that knows a run
+MOST_ARROWS = 160
+BUDGETS = {"spine": 42_700, "instruments": 21_800, "tools": 7_000, "tests": 63_900, "patches": 2_900}
+"""Lines of each. A number goes up only in a commit that says why; goals: 31, 17, 6, 58 and 4 thousand."""
+
+
+def lines_of(paths: Iterable[Path]) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in paths)
+
+
+def test_what_a_room_may_weigh():
+    beside = {"instruments", "doctor", "patching"}
+    modules = {
+        part: [path for name, path in MODULES.items() if (circle_of(room(name)) in beside) == part]
+        for part in (False, True)
+    }
+    weights = {"spine": lines_of(modules[False]), "instruments": lines_of(modules[True])}
+    for folder in ("tools", "tests", "patches"):
+        files = [path for path in (PACKAGE.parent / folder).rglob("*") if path.is_file()]
+        weights[folder] = lines_of(path for path in files if "__pycache__" not in path.parts)
+    assert {name: lines for name, lines in weights.items() if lines > BUDGETS[name]} == {}
+
+
+def test_rooms_know_few_others():
+    between = {name: goals - LEAVES for name, goals in arrows(by_room=True).items() if name != "__main__"}
+    assert sum(map(len, between.values())) <= MOST_ARROWS
+
+
+def test_commands_know_instruments_and_doors_alone():
+    doors = {"config", "rollout", "run", "train", "evaluate", "process"}
+    assert arrows(by_room=True)["commands"] - LEAVES <= doors

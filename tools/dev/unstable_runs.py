@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_rl.instruments.why import Finding, find
+from megatron_rl.instruments.why.onset import Finding, find
 from megatron_rl.monitor.alarms import RecordedRun, read_packed
 
 # Name of a planted cause → the suspect that `why` should name.

@@ -9,8 +9,8 @@ from typing import Any
 from megatron_rl.config import Recipe
 from megatron_rl.config.objective import is_weight, label_of
 from megatron_rl.errors import InputError, printable, shown
-from megatron_rl.instruments.changed import Event
 from megatron_rl.instruments.lab.study import IDENTITY_KEYS, SEED_KEYS
+from megatron_rl.instruments.why.changed import Event
 from megatron_rl.run.identity import ABSENT
 
 OTHER_ORDER = 1000  # added to data.seed: more than the seeds of a branch

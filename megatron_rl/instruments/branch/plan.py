@@ -19,10 +19,10 @@ from megatron_rl.checkpoint.manifest import checkpoint_name, checkpoint_step, li
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.branch.arms import CHANGE, CONTROL, Arm, LeftOut, arms_of, reason_of, undoing
-from megatron_rl.instruments.changed import history_of
 from megatron_rl.instruments.lab.jobs import Job, LoadedStudy
 from megatron_rl.instruments.lab.study import Direction, Study
-from megatron_rl.instruments.why import find
+from megatron_rl.instruments.why.changed import history_of
+from megatron_rl.instruments.why.onset import find
 from megatron_rl.monitor import RunDirectory, read_metrics
 from megatron_rl.run.identity import read_recipe, recipe_in_force
 from megatron_rl.run.prepare import check_recipe

@@ -14,9 +14,9 @@ import numpy as np
 from pydantic import ValidationError
 
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.changed import history_of
 from megatron_rl.instruments.watch.run import WatchedRun
-from megatron_rl.instruments.why import find, page
+from megatron_rl.instruments.why.changed import history_of
+from megatron_rl.instruments.why.onset import find, page
 from megatron_rl.monitor.html_page import html_page, html_table
 from megatron_rl.monitor.plots import (
     CURVES_STYLE,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.instruments.gradient_bias import gradient_bias
+from megatron_rl.instruments.batch.gradient_bias import gradient_bias
 from megatron_rl.learner.learner import Learner
 from tests.support.plain_gradient_bias import LEVELS, PARTS, STEP, shifts
 from tests.support.tiny import stored_rollouts, tiny_recipe

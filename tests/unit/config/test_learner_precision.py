@@ -222,7 +222,7 @@ def test_an_engine_with_tf32_breaks_a_contract_of_fp32():
 
 
 def test_pairs_of_one_command_have_one_kind_of_products():
-    from megatron_rl.commands.paper import parse_pairs
+    from megatron_rl.instruments.paper.command import parse_pairs
 
     assert parse_pairs("tf32/tf32,bf16/tf32") == [("tf32", "tf32"), ("bf16", "tf32")]
     assert not any("tf32" in pair for pair in parse_pairs("all"))

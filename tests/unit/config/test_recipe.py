@@ -7,10 +7,10 @@ from functools import reduce
 import pytest
 from pydantic import ValidationError
 
-from megatron_rl.commands.explain_schedule import schedule_of
 from megatron_rl.config import load_recipe
 from megatron_rl.config.monitor import AlarmRule
 from megatron_rl.config.recipe import REMOVED, without_removed
+from megatron_rl.instruments.explain_schedule import schedule_of
 from megatron_rl.monitor.alarms import own_rules
 from tests.support.tiny import REPOSITORY
 

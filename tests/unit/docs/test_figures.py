@@ -9,13 +9,13 @@ import subprocess
 import numpy as np
 import pytest
 
-from megatron_rl.commands.why import score_packed
 from megatron_rl.config import load_recipe
 from megatron_rl.config.learner import DetectorConfig
 from megatron_rl.instruments.plan import GPUS, make_workload
 from megatron_rl.instruments.plan.hardware import GIB
 from megatron_rl.instruments.plan.memory import evidence_cost, memory_plan, own_code
 from megatron_rl.instruments.plan.timing import step_time
+from megatron_rl.instruments.why.command import score_packed
 from megatron_rl.model.architecture import shape_of
 from megatron_rl.monitor.alarms import CollapseRule
 from tests.support.tiny import REPOSITORY

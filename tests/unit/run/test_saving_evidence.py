@@ -13,7 +13,7 @@ from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.manifest import checkpoint_name, checkpoint_step, list_checkpoints
 from megatron_rl.checkpoint.save import PendingSave
 from megatron_rl.config import Recipe
-from megatron_rl.instruments.rerun import plan_weights
+from megatron_rl.instruments.batch.rerun import plan_weights
 from megatron_rl.monitor import AlarmEvent, RunDirectory
 from megatron_rl.run.recorded_batches import batch_bytes, batch_path, load_batch, recorded_steps
 from megatron_rl.run.saving import GIB, Evidence, Rollbacks, Saving

@@ -12,10 +12,10 @@ from megatron_rl.__main__ import main
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.branch.arms import CONTROL
 from megatron_rl.instruments.branch.plan import AFTERWARDS, Branch, common_keys, plan_branch
-from megatron_rl.instruments.changed import Event
 from megatron_rl.instruments.lab import runner as runner_module
 from megatron_rl.instruments.lab.runner import StudyRunner
-from megatron_rl.instruments.why import Change, Finding, Sign, find
+from megatron_rl.instruments.why.changed import Event
+from megatron_rl.instruments.why.onset import Change, Finding, Sign, find
 from megatron_rl.monitor.run_directory import RunDirectory
 from megatron_rl.run.identity import keep_recipe
 from tests.support.rounding import rounded

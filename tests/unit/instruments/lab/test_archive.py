@@ -8,10 +8,10 @@ import lzma
 import pytest
 import yaml
 
-from megatron_rl.commands.lab import _sources
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab import archive, load_study
 from megatron_rl.instruments.lab.archive import adopt, metrics_of, pack, read_packed, unpack
+from megatron_rl.instruments.lab.command import _sources
 from megatron_rl.instruments.lab.report import render
 from megatron_rl.instruments.lab.results import read_results
 from megatron_rl.instruments.lab.runner import REUSED, StudyRunner, read_registration, register

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.commands.run import serve
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.watch import page
+from megatron_rl.instruments.watch.command import serve
 from megatron_rl.instruments.watch.run import WatchedRun
 from megatron_rl.instruments.watch.server import WatchServer
 from tests.support.written_run import WrittenRun

@@ -1,0 +1,443 @@
+"""The causes that metrics can tell apart, as one table: what would be seen of each, and the test that decides.
+
+A cause is suspected for one of two reasons. Its own measure departed from the run's healthy stretch (`departures`), at
+or before the sign and among the first that did. Or its number is above a constant that is known to be safe, in a run
+of which nothing was changed: the constants are from tiny models, and a number that was as high while the run was well
+speaks against its cause. Two causes with the same measure are told together, with the test that tells them apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from megatron_rl.config.monitor import mismatch_has_updates
+from megatron_rl.instruments.why.departures import AFTER, WATCHED, Change, Records
+from megatron_rl.monitor.alarms import REWARD, learned_by_heart
+
+Recipe = Mapping[str, Any]
+FIRST = 10  # records that say what a run was like at its start
+JUMP = 2.0  # margin of a departure that no small update makes
+UP, DOWN = True, False
+DIRECTIONS = {metric: watched.direction >= 0 for metric, watched in WATCHED.items()}
+HIGHEST = 0.9  # rates above this share of the highest one count as the highest
+STRONGEST = 10.0  # a departure counts no more than this many times the least one
+UPDATE, KL, RHO = "noise/relative_update", "actor/ppo_kl", "mismatch/rho_std"
+LENGTH, CUT = "response_length/mean", "response_length/clip_ratio"
+
+# Constants of tiny models, for a run that was never well: above all of the healthy runs, rounded up.
+SAFE_UPDATE = 2e-3  # change of the weights in one update, relative to them
+SAFE_UPDATES = 4  # updates a batch: what the recipes and the papers use
+SAFE_STALENESS = 1  # steps
+SAFE_RHO = 0.03  # before anything was learned: bf16
+SAFE_KL = 0.02  # of a batch
+SAFE_FALL = 0.25  # share of the reward that is lost from one step to the next
+SAFE_SKIPPED = 0.05  # share of updates that are skipped
+SAFE_LENGTH = 1.5  # times the length of the first steps
+SAFE_TRUNCATED = 0.25  # share of responses at the length limit
+SAFE_CLIP = 0.4  # widest clip range of a policy term
+SAFE_GAP = 1.5  # held-out over training reward, of the same policy
+SAFE_FLIPS = 0.05  # share of rows that both engines route differently
+SAFE_TEMPERATURE = 1.25  # and its inverse
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """One possible cause. ``keys``: of the recipe; ``test``: overrides that undo it; ``apart``: what tells it from its
+    neighbours. ``excess``: how far its number is above what counts, weighed; no probability.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    observation: str
+    excess: float
+    supports: tuple[str, ...] = ()
+    contradicts: tuple[str, ...] = ()
+    test: tuple[str, ...] = ()
+    apart: str = ""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """``excess``: a number of a run over the constant that is safe, weighed by what speaks for and against it."""
+
+    excess: float
+    text: str
+    supports: tuple[str, ...] = ()
+    contradicts: tuple[str, ...] = ()
+    test: tuple[str, ...] = ()
+    always: bool = False  # not a constant of the run: something happened at a step
+
+
+@dataclass
+class Case:
+    """A run as the causes see it. ``changed``: the keys that were changed before the sign."""
+
+    records: Records
+    recipe: Recipe
+    sign: int | None = None
+    collapse: int | None = None
+    changes: Sequence[Change] = ()
+    changed: Sequence[str] = ()
+
+    @property
+    def until_sign(self) -> Records:
+        """The records up to the sign, and the five after it."""
+        num = sum(self.sign is None or record["step"] <= self.sign for record in self.records)
+        return self.records[: num + 5]
+
+    def values(self, metric: str, until: int | None = None) -> list[float]:
+        """The metric where it is there and finite, of the steps up to ``until``."""
+        rows = [r for r in self.records if metric in r and (until is None or r["step"] <= until)]
+        return [float(r[metric]) for r in rows if math.isfinite(r[metric])]
+
+    def first(self, metric: str) -> float | None:
+        """The median of the first records."""
+        return median(values) if (values := self.values(metric)[:FIRST]) else None
+
+    def at_the_highest_rate(self, metric: str) -> float | None:
+        """The median of the first records at the highest learning rate up to the sign, or without rates of the first.
+
+        A rate is set from outside, by a schedule or a changed recipe: a rise of it is no symptom.
+        """
+        highest = max(self.values("actor/lr", self.sign), default=0.0)
+        return Case([r for r in self.records if r.get("actor/lr", highest) >= HIGHEST * highest], {}).first(metric)
+
+    def setting(self, path: str, default: Any = None) -> Any:
+        """A key of the recipe."""
+        value: Any = self.recipe
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return default if value is None else value
+
+    def departed(self, metric: str, up: bool) -> Change | None:
+        """The departure of ``metric`` in this direction, if it is up to the sign and among the first of all."""
+        if self.sign is None:
+            return None
+        onset = min((change.step for change in self.changes if change.step <= self.sign), default=self.sign)
+        steps = sorted({int(record["step"]) for record in self.records})
+        last = min(self.sign, next((s for s in steps[steps.index(onset) + AFTER :]), self.sign))
+        fits = (c for c in self.changes if c.metric == metric and c.goes_up == up and c.step <= last)
+        return next(fits, None)
+
+
+def _rate(case: Case) -> Seen | None:
+    kl, size = case.at_the_highest_rate(KL) or 0.0, case.at_the_highest_rate(UPDATE)
+    rates = case.values("actor/lr", case.sign)
+    supports = (f"{KL} is {kl:.2g}",) if kl > SAFE_KL else ()
+    if rates and max(rates) > 2 * min(rates) > 0:
+        supports += (f"actor/lr rose from {min(rates):.2g} to {max(rates):.2g} before the first sign",)
+    if size is not None:
+        # Only what is too large by itself is weighed.
+        weight = math.sqrt(max(kl / SAFE_KL, 1.0)) if size > SAFE_UPDATE else 1.0
+        return Seen(
+            size / SAFE_UPDATE * weight, f"one update changes the weights by {size:.2%} of their size", supports
+        )
+    return Seen(kl / SAFE_KL, f"the updates of one batch move the policy by a KL of {kl:.2g}", supports)
+
+
+def _third_of_the_rate(case: Case) -> tuple[str, ...]:
+    rate = case.setting("learner.optimizer.lr", max(case.values("actor/lr"), default=None))
+    return () if rate is None else (f"learner.optimizer.lr={rate / 3:.3g}",)
+
+
+def _updates(case: Case) -> Seen | None:
+    updates, kl = int(case.setting("batch.minibatches", 1)), case.first(KL) or 0.0
+    weight = math.sqrt(max(kl / SAFE_KL, 1.0)) if updates > 1 else 0.0
+    supports = (f"{KL} is {kl:.2g} in the first steps",)
+    return Seen(updates / SAFE_UPDATES * weight, f"a batch is used for {updates} updates", supports)
+
+
+def _clip(case: Case) -> Seen | None:
+    term = case.setting("objective.policy_term", {})
+    if not isinstance(term, Mapping) or term.get("name") != "ppo_clip" or case.setting("batch.minibatches", 1) == 1:
+        return None  # with one update a batch nothing is clipped
+    widest = max(float(term.get("clip_low", 0.2)), float(term.get("clip_high", 0.28)))
+    return Seen(widest / SAFE_CLIP, f"ratios may move by {widest:g} before they are clipped")
+
+
+def _staleness(case: Case) -> Seen | None:
+    ages = case.values("rollout/staleness_mean")
+    steps = float(case.setting("rollout.max_staleness", max(ages, default=0)))
+    measured = f"{max(ages):.2g} on average at most" if ages else "not measured"
+    text = f"responses are sampled from weights up to {steps:g} steps old ({measured})"
+    return Seen(steps / SAFE_STALENESS, text)
+
+
+def _rounding(case: Case) -> Seen | None:
+    """Mismatch before anything was learned: of the first step."""
+    rho = next(iter(case.values(RHO)), None)
+    if rho is None or case.setting("exact.noise") or mismatch_has_updates(case.recipe):
+        return None
+    rounded = {f"rollout.quantization.{what}": what for what in ("weights", "kv_cache")}
+    rounded = {key: f"{what} in {case.setting(key)}" for key, what in rounded.items() if case.setting(key)}
+    types = f"learner {case.setting('learner.dtype', '?')}, engine {case.setting('rollout.dtype', '?')}"
+    text = f"{RHO} is {rho:.2g} in the first step, with the same weights ({', '.join([types, *rounded.values()])})"
+    test = tuple(f"{key}=null" for key in rounded) or ("learner.dtype=fp32", "rollout.dtype=fp32")
+    return Seen(rho / SAFE_RHO, text, test=test)
+
+
+def _dose(case: Case) -> Seen | None:
+    noise, rho = case.setting("exact.noise"), case.first(RHO)
+    if not isinstance(noise, Mapping) or rho is None:
+        return None
+    return Seen(rho / SAFE_RHO, f"{RHO} is {rho:.2g} in the first steps, by a dose of the kind {noise.get('kind')}")
+
+
+def _overflow(case: Case) -> Seen | None:
+    skipped = case.values("actor/update_skipped")
+    share = sum(skipped) / len(skipped) if skipped else 0.0
+    return Seen(share / SAFE_SKIPPED, f"{share:.0%} of the updates were skipped for infinite gradients")
+
+
+def _reward(case: Case) -> Seen | None:
+    """A reward that changes while the policy does not, or that is the same for every response."""
+    signal = case.values("groups/no_signal_frac")[:3]
+    if signal and median(signal) > 0.9:
+        return Seen(median(signal) / 0.1, f"from the start all rewards are equal in {median(signal):.0%} of the groups")
+    rows = [r for r in case.until_sign if math.isfinite(r.get(REWARD, math.nan))]
+    fall, at = _largest_fall([float(r[REWARD]) for r in rows])
+    if fall <= 0:
+        return None
+    moved = {name: _moved(rows, at, name) for name in ("actor/entropy", LENGTH)}
+    most = max(moved.values())  # NaN where it was not measured
+    said = ", ".join(f"{name} by {share:.0%}" for name, share in moved.items() if math.isfinite(share))
+    supports = (f"the policy is the same there: {said} from one step to the next",) if most < 0.1 else ()
+    against = (f"the policy moves there, too: {said}",) if most >= 0.25 else ()
+    if max((case.at_the_highest_rate(UPDATE) or 0) / SAFE_UPDATE, (case.at_the_highest_rate(KL) or 0) / SAFE_KL) > 1:
+        against += ("updates are large: these may lose it as fast",)
+    weight = (2.0 if supports else 1.0) * 0.25 ** len(against) * (1.0 if fall > 0.5 else 0.5)
+    text = f"{fall:.0%} of the reward is lost at step {rows[at]['step']}, from one step to the next"
+    return Seen(fall / SAFE_FALL * weight, text, supports, against, always=True)
+
+
+def _moved(rows: Records, at: int, metric: str) -> float:
+    values = [float(r.get(metric, math.nan)) for r in rows]
+    return abs(sum(values[at : at + 3]) / max(sum(values[at - 3 : at]), 1e-9) - 1)
+
+
+def _largest_fall(means: Sequence[float]) -> tuple[float, int]:
+    """The largest fall between two neighbouring stretches of three, as a share of the range so far; its place.
+
+    The range is from 0, or from the lowest value where that is less, to the best stretch. A fall within the noise of
+    single steps is none.
+    """
+    best, largest, place = -math.inf, 0.0, 0
+    for at in range(3, len(means) - 2):
+        before, after = sum(means[at - 3 : at]) / 3, sum(means[at : at + 3]) / 3
+        best = max(best, before)
+        size = best - min(0.0, *means[: at + 3])
+        noise = median(abs(b - a) for a, b in pairwise(means[:at]))
+        if size > 0 and before - after > 2 * noise and (before - after) / size > largest:
+            largest, place = (before - after) / size, at
+    return largest, place
+
+
+def _data(case: Case) -> Seen | None:
+    """Training answers that are harder to meet than the held-out ones, by the same policy, or that teach other ones."""
+    if (step := learned_by_heart(case.until_sign)) is not None:
+        told = f"at step {step} the held-out reward is falling while the training reward is at its best"
+        return Seen(2.0, f"{told}: the training set is learned by heart, or has other answers", always=True)
+    held_out = case.values("val/reward/mean")[:1]
+    trained = (case.values("critic/score/mean") or case.values(REWARD))[:3]
+    if not held_out or not trained or min(*held_out, *trained) < 0:  # two scales: a ratio means nothing
+        return None
+    gap = (held_out[0] + 0.01) / (sum(trained) / len(trained) + 0.01)
+    text = f"the first policy earns {held_out[0]:.2g} on held-out prompts and {median(trained):.2g} on training prompts"
+    return Seen((gap / SAFE_GAP) ** 2, text)
+
+
+def _length(case: Case) -> Seen | None:
+    """Responses that grow, or that are cut at a limit."""
+    near = Case(case.until_sign, {})
+    lengths, cut = near.values(LENGTH), near.values(CUT)
+    if len(lengths) < FIRST:
+        return None
+    growth = _highest(lengths) / max(median(lengths[:3]), 1e-9)
+    share = _highest(cut)
+    shares = f"{share:.0%} were cut at the limit" if cut else "how many were cut is not known"
+    at = next((c.step for c in case.changes if c.metric == LENGTH), None)
+    follows = at is not None and case.collapse is not None and at > case.collapse
+    against = (f"they changed from step {at} on, after the reward fell",) if follows else ()
+    excess = max(growth / SAFE_LENGTH, share / SAFE_TRUNCATED) * (0.5 if follows else 1.0)
+    if growth >= SAFE_LENGTH:
+        text, test = f"responses grew to {growth:.2g} times their first length; {shares}", ()
+    else:
+        text = f"responses do not end by themselves; {shares}: a shorter limit, or an end token that is lost"
+        test = ("rollout.max_response_length=…", "rollout.stop_token_ids=null")
+    return Seen(excess, text, (), against, test, always=True)
+
+
+def _highest(values: Sequence[float]) -> float:
+    """The highest median of five neighbours."""
+    return max((median(values[i : i + 5]) for i in range(len(values) - 4)), default=0.0)
+
+
+def _penalty_on_length(case: Case) -> tuple[str, ...]:
+    return (f"reward.overlong={{buffer: {max(1, int(case.setting('rollout.max_response_length', 16)) // 4)}}}",)
+
+
+def _temperature(case: Case) -> Seen | None:
+    value = float(case.setting("rollout.temperature", 1.0))
+    off = max(value, 1 / value) if value > 0 else math.inf
+    return Seen(off * off / SAFE_TEMPERATURE, f"responses are sampled at temperature {value:g}")
+
+
+def _routing(case: Case) -> Seen | None:
+    flips = 1 - (case.first("router/agree_frac") or 1.0)
+    return Seen(flips / SAFE_FLIPS, f"both engines choose other experts in {flips:.1%} of the rows")
+
+
+def _jump(case: Case) -> Seen | None:
+    """A policy that is another from one step to the next, though its updates are small."""
+    change = case.departed("actor/entropy", UP) or case.departed("actor/entropy", DOWN)
+    if change is None or change.margin < JUMP or (case.first(UPDATE) or 0.0) > SAFE_UPDATE or case.changed:
+        return None
+    text = f"the policy is another at step {change.step}: actor/entropy goes from {two(change.before)} to "
+    text += f"{two(change.after)}, with updates as before: weights that were loaded, restored or damaged, or prompts"
+    return Seen(change.margin, text, always=True)
+
+
+def _no_constant(case: Case) -> None:
+    return None
+
+
+PARITY = (
+    "`rollout.verify_refit: true` compares the engine's weights after each refit; `megatron-rl parity RUN` its "
+    "operators with the learner's; `megatron-rl batch attribute RUN --step {step}` the scores of a recorded batch. "
+    "Weights that are no longer sent make it grow with every update; a wrong tensor or wrong scoring comes at once"
+)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A row of the table. ``measures``: metrics whose departure is this cause's own, ``told`` with it."""
+
+    name: str
+    keys: str
+    constant: Callable[[Case], Seen | None]
+    test: tuple[str, ...] | Callable[[Case], tuple[str, ...]] = ()
+    measures: tuple[str, ...] = ()
+    told: str = ""
+    apart: str = ""
+
+
+# What is seen of a cause, what speaks for it, and what undoes it or tells it from its neighbours.
+CAUSES = (
+    Cause(
+        "learning rate",
+        "learner.optimizer.lr schedule",
+        _rate,
+        _third_of_the_rate,
+        (UPDATE, "actor/lr", KL),
+        "updates are too large",
+    ),
+    Cause("updates a batch", "batch.minibatches", _updates, ("batch.minibatches=1",)),
+    Cause(
+        "clip range",
+        "objective.policy_term",
+        _clip,
+        ("objective.policy_term.clip_low=0.2", "objective.policy_term.clip_high=0.28"),
+    ),
+    Cause(
+        "staleness",
+        "rollout.max_staleness",
+        _staleness,
+        ("rollout.max_staleness=0",),
+        ("rollout/staleness_mean",),
+        "responses are sampled from older weights",
+    ),
+    Cause(
+        "mismatch",
+        "rollout precision routing",
+        _no_constant,
+        ("rollout.engine=exact",),
+        (RHO,),
+        "engine and learner no longer agree: the engine has other weights (old, or a wrong tensor), or its "
+        "log-probs are made another way than the samples (temperature, top-p)",
+        PARITY,
+    ),
+    Cause("rounding", "rollout.quantization learner.dtype rollout.dtype", _rounding),
+    Cause("dose of mismatch", "exact.noise", _dose, ("exact.noise=null",)),
+    Cause(
+        "overflow",
+        "learner.dtype learner.loss_scale",
+        _overflow,
+        ("learner.dtype=bf16", "rollout.dtype=bf16"),
+        ("actor/update_skipped",),
+        "updates are skipped for infinite gradients",
+    ),
+    Cause(
+        "reward",
+        "reward.name data.train",
+        _reward,
+        ("reward.name=…",),
+        apart="a judge that fails lowers `val/reward/mean` at the next validation, too; wrong answers in the data "
+        "alone do not. `megatron-rl run samples RUN` shows responses with what they earned",
+    ),
+    Cause("data", "data.train", _data, ("data.train=…",)),
+    Cause("length", "rollout.max_response_length rollout.stop_token_ids reward", _length, _penalty_on_length),
+    Cause("temperature", "rollout.temperature", _temperature, ("rollout.temperature=1",)),
+    Cause(
+        "routing",
+        "routing.replay",
+        _routing,
+        ("routing.replay=r3",),
+        ("router/agree_frac",),
+        "both engines choose other experts",
+    ),
+    Cause(
+        "other weights or prompts",
+        "model.path data.prompt data.train",
+        _jump,
+        apart="`megatron-rl eval RECIPE --checkpoint` before and after it: lower means weights, equal prompts",
+    ),
+    Cause(
+        "no signal",
+        "data.train batch.filter_groups rollout.num_samples reward.name",
+        _no_constant,
+        ("batch.filter_groups=true",),
+        ("groups/no_signal_frac",),
+        "all responses to a prompt earn the same: nothing is left to learn from",
+    ),
+)
+
+
+def suspects(case: Case) -> list[Suspect]:
+    """The causes that the run suspects, the furthest first."""
+    found = [suspect for cause in CAUSES if (suspect := _suspect(cause, case)) is not None]
+    return sorted(found, key=lambda suspect: -suspect.excess)
+
+
+def _suspect(cause: Cause, case: Case) -> Suspect | None:
+    seen, keys = cause.constant(case), tuple(cause.keys.split())
+    test = cause.test(case) if callable(cause.test) else cause.test
+    is_changed = any(key.startswith(own) or own.startswith(key) for key in case.changed for own in keys)
+    # What was as high before a change of something else did no harm then.
+    if seen is not None and not (seen.excess > 1 and (seen.always or is_changed or not case.changed)):
+        seen = None
+    moved = [
+        change for measure in cause.measures if (change := case.departed(measure, DIRECTIONS[measure])) is not None
+    ]
+    if moved:
+        first = min(moved, key=lambda change: change.step)
+        text = f"{cause.told}: {first.metric} goes from {two(first.before)} to {two(first.after)} at step {first.step}"
+        supports = tuple(f"{c.metric}: {two(c.before)} → {two(c.after)} at step {c.step}" for c in moved if c != first)
+        excess = max(min(first.margin, STRONGEST), seen.excess if seen else 0.0)
+        supports += seen.supports if seen else ()
+        return Suspect(
+            cause.name, keys, text, excess, supports, (), test, cause.apart.replace("{step}", str(first.step))
+        )
+    if seen is None:
+        return None
+    supports = seen.supports if seen.always else (*seen.supports, "by a constant of tiny models")
+    return Suspect(cause.name, keys, seen.text, seen.excess, supports, seen.contradicts, seen.test or test, cause.apart)
+
+
+def two(value: float) -> str:
+    """Return two digits of a number: 250, where `.2g` has 2.5e+02."""
+    return f"{float(f'{value:.2g}'):g}"

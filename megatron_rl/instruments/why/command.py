@@ -1,0 +1,275 @@
+"""The commands `run why`, which looks for the cause of an unstable run, and `run score-alarms`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import ValidationError
+
+from megatron_rl.arguments import COUNT, SHARE, add_overrides
+from megatron_rl.config import yaml12
+from megatron_rl.config.monitor import AlarmRule, MonitorConfig, level_rules
+from megatron_rl.errors import EXIT_DONE, InputError, printable
+from megatron_rl.monitor import RunDirectory
+from megatron_rl.monitor.alarms import (
+    Alarms,
+    CollapseRule,
+    RuleScore,
+    SetScore,
+    completed,
+    distinct,
+    own_rules,
+    read_packed,
+    score_run,
+    score_set,
+)
+
+if TYPE_CHECKING:
+    from megatron_rl.instruments.foreign.read import Run
+
+
+def add_why(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="Read this run directory, or another project's log.")
+    parser.add_argument(
+        "--against", type=Path, metavar="GOOD", help="Print in what RUN differs from this run: keys, files, versions."
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of a page.")
+    add_overrides(parser)
+
+
+def run_why(options: argparse.Namespace) -> int:
+    """Say what changed in a run, when its metrics left their healthy stretch, and which causes fit.
+
+        megatron-rl run why runs/my-run [--json]
+        megatron-rl run why runs/my-run --against runs/good
+        megatron-rl run why tensorboard_log/my-project/my-run [--set batch.minibatches=4]
+
+    Reads metrics.jsonl, the recipes and environments that the run kept, or a log of verl, slime, miles, NeMo-RL,
+    prime-rl or TRL (TensorBoard, W&B, MLflow, JSON, CSV, console). For such a log it names the rules that lack their
+    metric; --set gives keys of the recipe that a log does not have (docs/coming-from.md).
+
+    Signs are the alarms in force and a collapse of the reward. What somebody changed before the first sign comes first,
+    then causes whose own measure departed in time. Where none fits the page says so. A run without a sign has no
+    suspects. --against compares with a run of megatron-rl: keys, files, versions.
+    """
+    from megatron_rl.instruments.foreign.read import read_run
+    from megatron_rl.instruments.why.changed import comparison, history_of
+    from megatron_rl.instruments.why.onset import begins_at_start, find, page
+    from megatron_rl.run.identity import read_recipe
+
+    run = read_run(options.run)
+    folder = options.run.parent if options.run.is_file() and run.is_own else options.run
+    if not run.records:
+        raise InputError(f"{options.run}: no step is recorded yet")
+    if run.is_own and options.overrides:
+        raise InputError("--set: a run of megatron-rl has its recipe; --set is for logs of other projects")
+    if options.against is not None:
+        good = read_run(options.against)
+        if not (run.is_own and good.is_own):
+            raise InputError("--against: both runs must be run directories of megatron-rl")
+        there = options.against.parent if options.against.is_file() else options.against
+        print(printable("\n".join(comparison(RunDirectory(folder), RunDirectory(there)))))
+        return EXIT_DONE
+    recipe = read_recipe(RunDirectory(folder).recipe) if run.is_own else recipe_of_overrides(options.overrides)
+    history = history_of(RunDirectory(folder), run.records) if run.is_own else ()
+    finding = find(str(folder), run.records, recipe, history)
+    lacks = {} if run.is_own else lacking(run, recipe)
+    if options.json:
+        print(json.dumps(finding.as_json() | lacks, indent=2))
+        return EXIT_DONE
+    from_start = run.is_own and begins_at_start(finding, folder)
+    print(printable("\n".join([*run.source_lines(), page(finding, folder if run.is_own else None, from_start)])))
+    if not run.is_own:
+        blind = [f"  {name:<20}needs {metric}" for name, metric in lacks["lacks"].items()]
+        print(
+            "\n".join(["\nrules that see nothing in this log:", *blind] if blind else ["\nall rules see their metrics"])
+        )
+        print("A log has no recipe: --set batch.minibatches=…, rollout.max_staleness=… and other keys tell of more.")
+    return EXIT_DONE
+
+
+def lacking(run: Run, recipe: dict[str, Any]) -> dict[str, Any]:
+    """What the log of another project was read from, and the rules that lack their metric in it."""
+    from megatron_rl.instruments.foreign.read import blind_rules
+
+    read = {our: list(theirs) for our, theirs in run.sources.items()}
+    rules = Alarms(own_rules(recipe), level_rules(recipe)).rules
+    return {"log": run.source_lines(), "read": read, "lacks": blind_rules(completed(run.records), rules)}
+
+
+def recipe_of_overrides(overrides: list[str]) -> dict[str, Any]:
+    """The keys of a recipe that ``overrides`` (KEY.PATH=VALUE) tell, as plain values."""
+    recipe: dict[str, Any] = {}
+    for override in overrides:
+        path, sign, text = override.partition("=")
+        *parents, leaf = path.split(".")
+        target = recipe
+        for parent in parents:
+            target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
+                raise InputError(f"--set {override}: {parent} has a value already")
+        try:
+            target[leaf] = yaml12.parse(text)[0] if sign else None
+        except yaml.YAMLError as error:
+            raise InputError(f"--set {override}: the value is not valid YAML: {error}") from error
+        if not sign:
+            raise InputError(f"--set {override}: expected KEY.PATH=VALUE")
+    return recipe
+
+
+def add_score_alarms(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="Read this run directory, its metrics.jsonl, or another project's log.",
+    )
+    parser.add_argument(
+        "--rules",
+        type=Path,
+        metavar="FILE",
+        help="Take the rules of this recipe, or of this YAML list (default: each run's own).",
+    )
+    parser.add_argument(
+        "--metric", default=CollapseRule.metric, help="Look for a collapse of this metric (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--drop",
+        type=SHARE,
+        default=CollapseRule.drop,
+        help="Call it a collapse from this share below the highest value on (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--horizon",
+        type=COUNT,
+        default=200,
+        help="Call a warning right if it comes at most this number of steps before a collapse.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
+
+
+def run_score_alarms(options: argparse.Namespace) -> int:
+    """Compare alarm rules on finished runs: lead time before a collapse, missed collapses, false alarms.
+
+        megatron-rl run score-alarms RUN [RUN ...] [--rules FILE] [--metric NAME] [--drop 0.5] [--horizon 200] [--json]
+
+    RUN is a run directory (or its metrics.jsonl), or a log of verl, slime, miles, NeMo-RL, prime-rl or TRL
+    (docs/coming-from.md). The rules are those of --rules (a recipe, or a YAML list of rules), else those that were in
+    force in each run: its recipe's, the built-in ones and those on levels; a log of another project has the last. RUN
+    may also be a file of packed runs (docs/lab/runs/*.xz); the table then has the two halves on which the rules on
+    levels were set and judged. A collapse is the first step from which the metric (median of 5) has lost, for 5 steps,
+    the share --drop of its range, or two validations have. A rule that goes off within --horizon steps before it was
+    right; earlier, or in a run that never collapses, it was false.
+    """
+    from megatron_rl.instruments.foreign.read import read_run
+
+    rule = CollapseRule(metric=options.metric, drop=options.drop)
+    scores, logs = {}, []
+    packed = [path for path in options.runs if path.suffix == ".xz"]
+    for path in options.runs:
+        if path in packed:
+            continue
+        run = read_run(path)
+        scores[str(path)] = score_run(completed(run.records), rules_of(run, options.rules), rule, options.horizon)
+        logs += [] if run.is_own else [run]
+    halves = score_packed(packed, options.rules, rule) if packed else {}
+    if options.json:
+        table: dict[str, Any] = {name: [asdict(row) for row in rows] for name, rows in scores.items()}
+        table |= {"lacks": blind(logs, options.rules)} if logs else {}
+        print(json.dumps(table | {half: asdict(score) for half, score in halves.items()}, indent=2))
+        return EXIT_DONE
+    for log in logs:
+        print("\n".join(log.source_lines()))
+    if scores:
+        print_table(scores)
+    for path, rules in blind(logs, options.rules).items():
+        if listed := ", ".join(f"{name} ({metric})" for name, metric in rules.items()):
+            print(f"{path}: these rules see nothing: {listed}")
+    if halves:
+        print_halves(halves)
+    return EXIT_DONE
+
+
+def rules_of(run: Run, given: Path | None) -> list[AlarmRule]:
+    """The rules of ``given``, else those in force in the run; for a log of another project those on levels."""
+    from megatron_rl.run.identity import read_recipe
+
+    if given is not None:
+        return read_rules(given)
+    if not run.is_own:
+        return level_rules({})
+    return Alarms.of(read_recipe((run.path.parent if run.path.is_file() else run.path) / "recipe.resolved.yaml")).rules
+
+
+def blind(logs: list[Run], given: Path | None) -> dict[str, dict[str, str]]:
+    """The rules that see nothing in each of ``logs``, each rule with its metric."""
+    from megatron_rl.instruments.foreign.read import blind_rules
+
+    return {str(log.path): blind_rules(log.records, rules_of(log, given)) for log in logs}
+
+
+def score_packed(files: list[Path], rules: Path | None, rule: CollapseRule) -> dict[str, SetScore]:
+    """The two halves of the runs in ``files``, each distinct run once, and the score of the rules on each."""
+    runs = distinct([run for file in files for run in read_packed(file)])
+    own = read_rules(rules) if rules else None
+    judged = [(run, Alarms.of(run.recipe).rules if own is None else own) for run in runs]
+    return {half: score_set([pair for pair in judged if pair[0].half == half], rule) for half in ("set", "judge")}
+
+
+def print_halves(halves: dict[str, SetScore]) -> None:
+    """A row for each half, then what was missed and which rules were wrong."""
+    titles = ("half", "runs", "collapses", "noticed", "in time", "median lead", "healthy steps", "false per 1000")
+    print("".join(f"{title:>{max(len(title), 6) + 2}}" for title in titles))
+    for half, score in halves.items():
+        cells = (half, score.runs, score.collapses, f"{score.share_noticed:.1%}", score.in_time)
+        cells += (f"{score.median_lead:g}", score.healthy_steps, f"{score.false_per_thousand:.2f}")
+        print("".join(f"{cell:>{max(len(title), 6) + 2}}" for title, cell in zip(titles, cells, strict=True)))
+    for half, score in halves.items():
+        false = ", ".join(f"{name} {count}" for name, count in Counter(score.false_alarms).most_common())
+        print(f"{half}: false alarms: {false or 'none'}; not noticed: {', '.join(score.missed) or 'none'}")
+
+
+def read_rules(path: Path) -> list[AlarmRule]:
+    """Return the rules in ``path``: a recipe's monitor.alarms, or a list of rules."""
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; give the rules with --rules")
+    try:
+        document, _ = yaml12.parse(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not valid YAML: {error}") from error
+    document = document or {}
+    alarms = document if isinstance(document, list) else (document.get("monitor") or {}).get("alarms")
+    if alarms is None:
+        raise InputError(f"{path}: no rules; expected a list of rules, or a recipe with monitor.alarms")
+    try:
+        return MonitorConfig(alarms=alarms).alarms
+    except ValidationError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def print_table(scores: dict[str, list[RuleScore]]) -> None:
+    """Print one row per run and rule, then one per rule over all runs."""
+    width = max(32, 2 + max(map(len, scores), default=0))
+    named = max(24, 2 + max((len(row.rule) for rows in scores.values() for row in rows), default=0))
+    print(f"{'run':<{width}}{'rule':<{named}}{'collapse':>9}{'first':>7}{'lead':>6}{'false':>7}")
+    for run, rows in scores.items():
+        for row in rows:
+            first = row.fired[0] if row.fired else None
+            cells = [f"{'-' if v is None else v:>{w}}" for v, w in ((row.collapse, 9), (first, 7), (row.lead, 6))]
+            print(f"{run:<{width}}{row.rule:<{named}}{''.join(cells)}{row.false_alarms:>7}")
+    print()
+    print(f"{'rule':<{named}}{'collapses':>10}{'warned':>8}{'mean lead':>11}{'false alarms':>14}{'runs':>6}")
+    for rule in dict.fromkeys(row.rule for rows in scores.values() for row in rows):
+        rows = [row for all_rows in scores.values() for row in all_rows if row.rule == rule]
+        collapses = sum(row.collapse is not None for row in rows)
+        leads = [row.lead for row in rows if row.lead is not None]
+        mean = f"{sum(leads) / len(leads):.0f}" if leads else "-"
+        false = sum(row.false_alarms for row in rows)
+        print(f"{rule:<{named}}{collapses:>10}{len(leads):>8}{mean:>11}{false:>14}{len(rows):>6}")

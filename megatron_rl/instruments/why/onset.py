@@ -1,0 +1,276 @@
+"""Why a run became unstable: what changed, what departed from the run's own healthy stretch, and what fits both.
+
+What somebody changed comes first (`changed`), then the causes whose own measure departed in time (`causes`). The list
+of causes is open: "no suspect fits" is a result, with the earliest departures and what was not measured. A suspect is
+no verdict: an experiment that undoes it decides.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_rl.checkpoint.manifest import newest_checkpoint
+from megatron_rl.config.monitor import RISKS
+from megatron_rl.instruments.why.causes import Case, Suspect, suspects, two
+from megatron_rl.instruments.why.changed import Event
+from megatron_rl.instruments.why.departures import AFTER, BEFORE, WATCHED, Change, departures
+from megatron_rl.monitor.alarms import REWARD, Alarms, CollapseRule, completed, first_collapse, learned_by_heart
+from megatron_rl.monitor.run_directory import RunDirectory
+
+AHEAD = 20  # records before the first sign in which a departure counts as the onset
+AFTERWARDS = 20  # records beyond it that are looked at: what comes later is a consequence
+DECIDES = ("recipe", "file")  # kinds of changes
+AT_ONCE = 10.0  # weight of a change that the first departure follows within `AFTER` records
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A rule that would go off, or a collapse, with the first step of it."""
+
+    name: str
+    step: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """All that is said of a run. Without a sign there are no changes and no suspects.
+
+    ``changes``: departures. ``history``: what somebody changed. ``unmeasured``: watched metrics that the records lack.
+    ``rises``: whether the reward ended above where it began; None where that is not known. ``since``: the step of the
+    first record in which a departure counts, `AHEAD` records before the sign.
+    """
+
+    run: str
+    steps: int
+    collapse: int | None
+    signs: tuple[Sign, ...]
+    changes: tuple[Change, ...]
+    suspects: tuple[Suspect, ...]
+    history: tuple[Event, ...] = ()
+    unmeasured: tuple[str, ...] = ()
+    rises: bool | None = None
+    since: int | None = None
+
+    @property
+    def is_healthy(self) -> bool:
+        return not self.signs
+
+    @property
+    def first_sign(self) -> int | None:
+        """The step of the first sign of harm, or where there is none of a risk; None for a healthy run."""
+        harm = [sign.step for sign in self.signs if sign.name not in RISKS]
+        return min(harm or [sign.step for sign in self.signs], default=None)
+
+    @property
+    def changed_at(self) -> int | None:
+        """The newest step up to the first sign from which something was in force that changes what is learned."""
+        sign = self.first_sign
+        steps = [e.step for e in self.history if e.weight == "strong" and e.step is not None and e.step <= (sign or 0)]
+        return max(steps, default=None)
+
+    @property
+    def onset(self) -> int | None:
+        """The step at which the trouble began; None for a healthy run.
+
+        The first departure up to the first sign, and not before what was changed last; without one the sign.
+        """
+        sign = self.first_sign
+        if sign is None:
+            return None
+        least = max(self.changed_at or 0, sign - AHEAD if self.since is None else self.since)
+        return min((change.step for change in self.changes if least <= change.step <= sign), default=sign)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"healthy": self.is_healthy, "onset": self.onset}
+
+
+def find(
+    name: str,
+    records: Sequence[Mapping[str, float]],
+    recipe: Mapping[str, Any],
+    history: Sequence[Event] = (),
+) -> Finding:
+    """What happened to a run, from its ``records``, its ``recipe`` as plain values, and what ``changed`` has of it."""
+    records = completed(records)
+    collapse = first_collapse(records, CollapseRule())
+    steps = sorted({int(record["step"]) for record in records if len(record) > 1})
+    present = {metric for record in records for metric in record}
+    unmeasured = tuple(metric for metric in WATCHED if metric not in present)
+    seen = Finding(
+        name, _num_steps(records), collapse, _signs(records, recipe, collapse), (), (), tuple(history), unmeasured
+    )
+    sign = seen.first_sign
+    if sign is None:
+        return replace(seen, rises=_rises(records))
+    at = max((i for i, step in enumerate(steps) if step <= sign), default=0)
+    first, last = steps[max(0, at - AHEAD)], steps[min(len(steps) - 1, at + AFTERWARDS)]
+    if seen.changed_at is not None:
+        first = min(first, seen.changed_at)
+    seen = replace(seen, changes=departures(records, first, last), since=first)
+    changed = [event.key for event in history if event.weight == "strong" and (event.step or 0) <= sign]
+    case = Case(records, recipe, sign, collapse, [c for c in seen.changes if c.step >= (seen.changed_at or 0)], changed)
+    return replace(seen, suspects=_ranked(_made(seen, steps), suspects(case)))
+
+
+def _ranked(made: list[Suspect], others: list[Suspect]) -> tuple[Suspect, ...]:
+    """What somebody changed in what is learned comes first, unless a departure was there before."""
+    first = [suspect for suspect in made if not suspect.contradicts and suspect.name.startswith(DECIDES)]
+    rest = [suspect for suspect in (*made, *others) if suspect not in first]
+    return (*first, *sorted(rest, key=lambda suspect: -suspect.excess))
+
+
+def _num_steps(records: Sequence[Mapping[str, float]]) -> int:
+    """The steps that were made: a last validation has a record of its own."""
+    return sum(REWARD in record or not any(name.startswith("val/") for name in record) for record in records)
+
+
+def _rises(records: Sequence[Mapping[str, float]]) -> bool | None:
+    """Whether the reward of the last tenth is above that of the first one by more than it moves between two steps."""
+    values = [float(record[REWARD]) for record in records if REWARD in record]
+    part = max(BEFORE, len(values) // 10)
+    if len(values) < 2 * part:
+        return None
+    noise = median(abs(b - a) for a, b in pairwise(values)) / part**0.5
+    return sum(values[-part:]) / part - sum(values[:part]) / part > 2 * noise
+
+
+def _signs(records: Sequence[Mapping[str, float]], recipe: Mapping[str, Any], collapse: int | None) -> tuple[Sign, ...]:
+    alarms = Alarms.of(recipe)
+    first: dict[str, Sign] = {}
+    for record in records:
+        for event in alarms.observe(int(record["step"]), record):
+            text = event.message.partition(": ")[2].partition("; then")[0]
+            first.setdefault(event.name, Sign(event.name, event.step, text))
+        for metric, value in record.items():
+            name = metric.removeprefix("alarm/")
+            if metric.startswith("alarm/") and value > 0 and name not in first:
+                first[name] = Sign(name, int(record["step"]), "went off in the run")
+    if collapse is not None:
+        first["collapse"] = Sign("collapse", collapse, "the reward lost half of its range and stayed there")
+    elif (step := learned_by_heart(records)) is not None:
+        text = "the held-out reward fell while the training reward stayed near its best"
+        first.setdefault("learned-by-heart", Sign("learned-by-heart", step, text))
+    return tuple(sorted(first.values(), key=lambda sign: sign.step))
+
+
+def _made(finding: Finding, steps: Sequence[int]) -> list[Suspect]:
+    """What somebody changed before the sign, as suspects: the last first, all changes of a step together."""
+    sign, found = finding.first_sign, []
+    for weights in (("strong",), ("weak",)):
+        for step in sorted({e.step for e in finding.history if e.step is not None and e.step <= sign}, reverse=True):
+            events = [e for e in finding.history if e.step == step and e.weight in weights]
+            if not events or (weights == ("weak",) and found):
+                continue
+            after = [change for change in finding.changes if change.step >= step]
+            before = [change for change in finding.changes if change.step < step]
+            begins = min((change.step for change in after), default=sign)
+            distance = sum(step <= s < begins for s in steps)
+            near = AFTER if weights == ("strong",) else 1
+            excess = AT_ONCE if distance <= near else AT_ONCE / 2 if distance <= AHEAD and near > 1 else 1.5
+            supports = [f"{c.metric}: {two(c.before)} → {two(c.after)} at step {c.step}" for c in after[:3]]
+            against = [f"{c.metric} had departed at step {c.step}" for c in before[:1]]
+            kinds = "/".join(dict.fromkeys(event.kind for event in events))
+            text = f"from step {step} on: {'; '.join(map(str, events))}; the first departure is at step {begins}"
+            test = tuple(f"{e.key}={json.dumps(e.old)}" for e in events if e.kind == "recipe")
+            keys = tuple(event.key for event in events)
+            name = f"{kinds} change"
+            found.append(Suspect(name, keys, text, excess, tuple(supports), tuple(against), test))
+    return found
+
+
+def page(finding: Finding, run: Path | None, from_start: bool = False) -> str:
+    """The finding as text. ``run``: its directory; None for a log of another project, which has no recipe.
+
+    ``from_start``: no checkpoint is early enough for `run branch`, which then begins where the run began.
+    """
+    if finding.is_healthy:
+        return "\n".join(_well(finding))
+    lines = [f"{finding.run}: {finding.steps} steps", *_changed(finding), "", "Suspects, the likeliest first:"]
+    best = finding.suspects[0].excess if finding.suspects else 0.0
+    for rank, suspect in enumerate(finding.suspects, start=1):
+        lines += _told(rank, suspect, run)
+        if rank > 1 and suspect.excess == best:
+            lines.append("       as likely as the first: the page cannot tell them apart")
+    if not finding.suspects:
+        lines.append(f"  no suspect fits; the earliest departure is {_earliest(finding)}")
+    if finding.unmeasured:
+        lines.append(f"  not measured, so that nothing is said of it: {', '.join(finding.unmeasured)}")
+    lines += ["", "What was seen, in order:"]
+    lines += [f"  step {sign.step:>5}  {sign.name:<18}  {sign.text}" for sign in finding.signs]
+    lines += ["", "What left the run's own healthy stretch, in order:"]
+    lines += [f"  step {c.step:>5}  {c.metric:<28}{two(c.before)} → {two(c.after)}" for c in finding.changes]
+    if not finding.changes:
+        lines.append(
+            f"  nothing: no metric has {BEFORE} records before and {AFTER} after a departure, or it was there from "
+            "the first records on"
+        )
+    decides = "A run that undoes one of them, over several seeds, decides."
+    if run is not None:
+        command = f"megatron-rl run branch {run}{' --from 0' if from_start else ''}"
+        decides = f"`{command}` undoes each of them over several seeds, and decides."
+        if from_start:
+            decides += " No checkpoint is as early as the onset, so its arms begin at step 0."
+    return "\n".join([*lines, "", f"These are suspects. {decides}"])
+
+
+def _well(finding: Finding) -> list[str]:
+    if REWARD in finding.unmeasured and "val/reward/mean" in finding.unmeasured:
+        return [f"{finding.run}: {finding.steps} steps; cannot tell: the log has no reward, and no other rule went off"]
+    text = f"{finding.run}: {finding.steps} steps, no rule went off and no reward collapsed: nothing to explain"
+    lines = [text]
+    if finding.rises is False:
+        lines.append(
+            "The reward did not rise, either: that is no sign of harm, and none of learning (rate, signal, data)."
+        )
+    return lines + (_changed(finding) if any(event.weight != "none" for event in finding.history) else [])
+
+
+def _changed(finding: Finding) -> list[str]:
+    """What somebody changed, beside the step of the first departure."""
+    told = [event for event in finding.history if event.weight != "none" or event.kind == "resume"]
+    lines = ["", "What changed, and when:"]
+    lines += [f"  step {'?' if e.step is None else e.step:>5}  {e.kind:<12}{e}" for e in told]
+    lines += [] if told else ["  nothing that is on disk"]
+    if not finding.is_healthy:
+        lines.append(f"  the first departure: {_earliest(finding)}; the first sign: step {finding.first_sign}")
+    return lines
+
+
+def _earliest(finding: Finding) -> str:
+    """The first departures, those of one step as a tie, and what followed."""
+    if not finding.changes:
+        return "not found"
+    first = finding.changes[0].step
+    ties = [change.metric for change in finding.changes if change.step == first]
+    later = [f"{change.metric} ({change.step})" for change in finding.changes if change.step > first][:3]
+    return f"{' and '.join(ties)} at step {first}" + (f", followed by {', '.join(later)}" if later else "")
+
+
+def begins_at_start(finding: Finding, run: Path) -> bool:
+    """Return whether no complete checkpoint of the run is at or before the onset: `run branch` starts at step 0."""
+    onset = finding.onset
+    return onset is not None and newest_checkpoint(RunDirectory(run).checkpoints, onset) is None
+
+
+def _told(rank: int, suspect: Suspect, run: Path | None) -> list[str]:
+    lines = [f"  {rank}. {suspect.name}: {suspect.observation}"]
+    lines += [f"       for: {text}" for text in suspect.supports]
+    lines += [f"       against: {text}" for text in suspect.contradicts]
+    lines.append(f"       keys: {', '.join(suspect.keys)}")
+    lines += [f"       to tell: {suspect.apart.replace('RUN', str(run or 'RUN'))}"] if suspect.apart else []
+    if suspect.test and run is None:
+        lines.append(f"       test: the same run with {', '.join(suspect.test)} (docs/coming-from.json has your names)")
+    elif suspect.test:
+        name = f"{run.name}-{suspect.name.replace(' ', '-').replace('/', '-')}"
+        sets = " ".join(f"--set {shlex.quote(change)}" for change in suspect.test)
+        lines.append(f"       test: megatron-rl train {run / 'recipe.resolved.yaml'} --set name={name} {sets}")
+    return lines

@@ -1,0 +1,132 @@
+"""`megatron-rl run servers`: what a run tells of its servers, and what these say of themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.__main__ import main
+from megatron_rl.errors import InputError
+from megatron_rl.instruments.watch import command
+from megatron_rl.rollout.servers.client import ServerError
+from megatron_rl.rollout.servers.pool import (
+    Member,
+    Members,
+    PoolLimits,
+    load_metrics,
+    prompt_tokens,
+    read_table,
+    table,
+    table_path,
+    write_table,
+)
+from megatron_rl.rollout.servers.rendezvous import Address, publish
+from megatron_rl.rollout.servers.wire import Load
+
+BUSY = Load(running=3, waiting=1, kv_usage=0.5, answered=9, tokens=900, busy_s=3.0, prompt_tokens=40, cached_tokens=30)
+
+
+class Known(Members):
+    due, refused = 4, {"d": "dtype: the server has 'bf16'"}
+
+    def __init__(self, *members: Member) -> None:
+        super().__init__(PoolLimits(1.0, 1.0), lambda: False)
+        self.members = {member.address.name: member for member in members}
+
+
+def member(name: str, version: int | None = 4, lost: str = "", load: Load = BUSY) -> Member:
+    client = SimpleNamespace(load=load)
+    return Member(Address(name, f"http://{name}:1"), client, version=None if lost else version, lost=lost)
+
+
+MEMBERS = Known(member("a"), member("b", version=3), member("c", lost="connection refused"))
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    (tmp_path / "run").mkdir()
+    write_table(tmp_path / "run", table(MEMBERS))
+    return tmp_path / "run"
+
+
+def test_a_run_tells_which_servers_it_uses_and_why_not(run_dir, capsys):
+    assert main(["servers", str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines[0].split()) == "name url version state running waiting KV cache prefix hits tokens/s why"
+    assert " ".join(lines[1].split()) == "a http://a:1 4 ready 3 1 50% 75% 300"
+    assert lines[2].split()[:4] == ["b", "http://b:1", "3", "updating"]
+    assert lines[3].split()[:4] == ["c", "http://c:1", "-", "lost"]
+    assert lines[3].endswith("connection refused")
+    assert lines[4].split()[:3] == ["d", "-", "refused"]
+    assert lines[5] == "policy version that is due: 4"
+    assert main(["servers", str(run_dir), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["due"], [one["state"] for one in printed["servers"]]) == (
+        4,
+        ["ready", "updating", "lost", "refused"],
+    )
+    assert printed["servers"][0]["tokens_per_s"] == 300.0
+
+
+def test_after_the_run_its_servers_have_ended(run_dir):
+    write_table(run_dir, table(MEMBERS, ended=True))
+    assert [one["state"] for one in command.describe(run_dir)["servers"]] == ["ended", "ended", "lost", "refused"]
+
+
+def test_servers_that_the_run_does_not_know_yet_are_found_by_their_files(tmp_path):
+    publish(tmp_path, Address("n1", "http://n1:1"))
+    (one,) = command.describe(tmp_path)["servers"]
+    assert (one["name"], one["state"]) == ("n1", "found")
+
+
+def test_a_directory_without_servers_says_so(tmp_path, capsys):
+    with pytest.raises(InputError, match="no server has been registered"):
+        command.describe(tmp_path)
+    table_path(tmp_path).parent.mkdir()
+    table_path(tmp_path).write_text("[1")
+    assert read_table(tmp_path) is None
+    assert main(["servers", str(tmp_path)]) == 2
+    assert "no server has been registered" in capsys.readouterr().err
+
+
+def test_with_the_token_servers_are_asked(run_dir, monkeypatch):
+    monkeypatch.setenv("MRL_SERVER_TOKEN", "token-of-this-test-0123")
+    asked = []
+
+    class Asked:
+        def __init__(self, address, token, deadline_s):
+            self.name, self.token = address.name, token
+
+        async def settings(self):
+            asked.append((self.name, self.token))
+            if self.name == "b":
+                raise ServerError("no answer in 10 s")
+            return {"version": 7, "load": {"running": 8, "tokens": 10, "busy_s": 1.0}}
+
+        async def close(self):
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr("megatron_rl.rollout.servers.client.ServerClient", Asked)
+    first, second, lost, refused = command.describe(run_dir)["servers"]
+    assert sorted(asked) == [("a", "token-of-this-test-0123"), ("b", "token-of-this-test-0123")]
+    assert (first["version"], first["running"], first["tokens_per_s"], first["state"]) == (7, 8, 10.0, "ready")
+    assert (second["state"], second["lost"]) == ("silent", "no answer in 10 s")
+    assert (lost["state"], refused["state"]) == ("lost", "refused")
+
+
+def test_metrics_of_a_batch():
+    before = prompt_tokens(MEMBERS.members.values())
+    assert before == (120, 90)
+    more = Load(running=1, waiting=0, kv_usage=0.2, tokens=10, busy_s=1.0, prompt_tokens=60, cached_tokens=35)
+    later = Known(member("a", load=more), member("b"), member("c", lost="gone"))
+    assert load_metrics(later, before) == {
+        "rollout/servers/running": 2.0,
+        "rollout/servers/waiting": 0.5,
+        "rollout/servers/kv_usage": 0.5,
+        "rollout/servers/tokens_per_s": 310.0,
+        "rollout/servers/prefix_hits": 0.25,
+        "rollout/servers/lost": 1.0,
+    }
