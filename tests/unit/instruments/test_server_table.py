@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.__main__ import main
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.watch import command
+from megatron_rl.instruments import server_table
 from megatron_rl.rollout.servers.client import ServerError
 from megatron_rl.rollout.servers.pool import (
     Member,
@@ -73,18 +73,18 @@ def test_a_run_tells_which_servers_it_uses_and_why_not(run_dir, capsys):
 
 def test_after_the_run_its_servers_have_ended(run_dir):
     write_table(run_dir, table(MEMBERS, ended=True))
-    assert [one["state"] for one in command.describe(run_dir)["servers"]] == ["ended", "ended", "lost", "refused"]
+    assert [one["state"] for one in server_table.describe(run_dir)["servers"]] == ["ended", "ended", "lost", "refused"]
 
 
 def test_servers_that_the_run_does_not_know_yet_are_found_by_their_files(tmp_path):
     publish(tmp_path, Address("n1", "http://n1:1"))
-    (one,) = command.describe(tmp_path)["servers"]
+    (one,) = server_table.describe(tmp_path)["servers"]
     assert (one["name"], one["state"]) == ("n1", "found")
 
 
 def test_a_directory_without_servers_says_so(tmp_path, capsys):
     with pytest.raises(InputError, match="no server has been registered"):
-        command.describe(tmp_path)
+        server_table.describe(tmp_path)
     table_path(tmp_path).parent.mkdir()
     table_path(tmp_path).write_text("[1")
     assert read_table(tmp_path) is None
@@ -110,7 +110,7 @@ def test_with_the_token_servers_are_asked(run_dir, monkeypatch):
             await asyncio.sleep(0)
 
     monkeypatch.setattr("megatron_rl.rollout.servers.client.ServerClient", Asked)
-    first, second, lost, refused = command.describe(run_dir)["servers"]
+    first, second, lost, refused = server_table.describe(run_dir)["servers"]
     assert sorted(asked) == [("a", "token-of-this-test-0123"), ("b", "token-of-this-test-0123")]
     assert (first["version"], first["running"], first["tokens_per_s"], first["state"]) == (7, 8, 10.0, "ready")
     assert (second["state"], second["lost"]) == ("silent", "no answer in 10 s")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.instruments.test_why import records
 
 from megatron_rl.instruments.why.causes import CAUSES, Case, suspects, two
 from megatron_rl.instruments.why.departures import WATCHED, Change
+from tests.unit.instruments.why.test_onset import records
 
 
 def test_every_measure_is_watched():
