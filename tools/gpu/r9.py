@@ -121,8 +121,8 @@ def killed_server(trainer: Trainer) -> dict[str, Any]:
     assert found["requests sent again"] > 0, "nobody noticed that a server was killed"
     while len(trainer.pool.ready) < 2:
         assert time.monotonic() - start < trainer.patience_s, f"no server came back in {trainer.patience_s:g} s"
-        trainer.generator.finish(trainer.begin())  # it gets the weights while the learner waits for responses
-    trainer.update()
+        trainer.generator.finish(trainer.begin())
+        trainer.update()  # it gets these weights, or those of before while the learner waited for responses
     return found | trainer.finish(trainer.begin()) | {"back after_s": round(time.monotonic() - start, 1)}
 
 

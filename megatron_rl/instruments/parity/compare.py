@@ -76,6 +76,7 @@ class Comparison:
     flips: list[Flip] = field(default_factory=list)
     logprob_differences: dict[str, float] = field(default_factory=dict)  # witness → largest |difference to float64|
     generation: tuple[int, list[str]] | None = None  # of exact mode, see `record.Record`
+    seen: tuple[int, int] = (0, 0)  # positions and different tokens that were looked at
 
     @property
     def passes(self) -> bool:
@@ -101,7 +102,11 @@ class Comparison:
             tap = in_words(self.generation[1][0])
             return f"fail: exact mode's generation is not bit for bit its pass, first at {tap}"
         if not self.failures:
-            return "pass: every operator of every witness is within its bound"
+            positions, tokens = self.seen
+            return (
+                "pass: every operator of every witness is within its bound, at the first "
+                f"{positions} positions and for {tokens} different tokens"
+            )
         tap, names = self.first[0].tap, [e.witness for e in self.first]
         others = [e.witness for e in self.errors if e.tap == tap and e.witness not in names]
         if not others:
@@ -125,6 +130,7 @@ def compare(checkpoint: Checkpoint, records: Sequence[Record], num_layers: int |
             truths[key] = evaluation_of(checkpoint, plain, num_layers)
         _compare_one(record, evaluation_of(checkpoint, record, num_layers), truths[key], result)
         result.generation = record.generation or result.generation
+        result.seen = max(record.lengths), len(set(record.tokens.tolist()))
     return result
 
 
