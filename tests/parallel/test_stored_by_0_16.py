@@ -24,7 +24,7 @@ PROGRAM = "tests.parallel.programs.stored"
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("stored")
     with tarfile.open(STORED) as archive:
-        archive.extractall(path, filter="data")
+        archive.extractall(path)
     save_checkpoint(build_model(AutoConfig.from_pretrained(path / "model")), path / "start")
     shutil.copy(path / "start" / "model.safetensors", path / "model")
     return path

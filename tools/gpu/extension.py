@@ -19,6 +19,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from megatron_rl.patching.upstream import SAFELY
+
 UNITS = 6
 FLAGS = "-O1 -g0 -w -fPIC -std=c++17 -fvisibility=hidden -DTORCH_API_INCLUDE_EXTENSION_H"
 FLAGS += " -DTORCH_EXTENSION_NAME=transformer_engine_torch"
@@ -37,7 +39,7 @@ def unpack(files: list[Path], folder: Path) -> None:
                 wheel.extractall(folder, wanted)
         else:
             with tarfile.open(file) as source:
-                source.extractall(folder, filter="data")
+                source.extractall(folder, **SAFELY)
 
 
 def compile_units(folder: Path, python: Path, objects: Path) -> list[Path]:
