@@ -123,6 +123,20 @@ def add_gpu(parser: argparse.ArgumentParser, what: str, **settings: Any) -> None
     parser.add_argument("--gpu", type=gpu_or_file, choices=choices, metavar="GPU|FILE", help=text, **settings)
 
 
+def add_nodes(parser: argparse.ArgumentParser, whose: str) -> None:
+    """Add `--nodes` and `--gpus-per-node`. ``whose``: the recipe whose name says their default."""
+    parser.add_argument(
+        "--nodes",
+        type=COUNT,
+        help=f"Reckon with this number of nodes (default: as {whose}'s name says, …-4n8g-…).",
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=COUNT,
+        help=f"Reckon with this number of GPUs in a node (default: as {whose}'s name says, else 8).",
+    )
+
+
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for a recipe and overrides of its keys: ``options.recipe`` and ``options.overrides``."""
     parser.add_argument(

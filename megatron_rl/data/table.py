@@ -221,18 +221,6 @@ class PromptSet(Sequence[Prompt]):
             by_name[prompt.id] = prompt
         return by_name
 
-    def rows_of(self, ids: Sequence[str]) -> np.ndarray:
-        """Return the row of each prompt in this set, [ids] int64; -1 if it is not in the set."""
-        import pyarrow.compute as pc  # takes 0.1 s to import
-
-        id_array = pa.array(ids, type=pa.large_string())
-        own_ids = pa.chunked_array([batch.column("id") for batch in self._batches], type=pa.large_string())
-        places = self._whole([pc.index_in(own_ids, id_array).fill_null(-1).to_numpy()])
-        rows = np.full(len(ids), -1, dtype=np.int64)
-        present = np.flatnonzero(places >= 0)
-        rows[places[present]] = present
-        return rows
-
     def rows_of_names(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Return the rows of each source by name, int64. A row's id begins with the name of its source and a colon.
 

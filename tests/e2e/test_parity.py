@@ -123,6 +123,8 @@ def test_the_command_writes_a_certificate(tmp_path):
     assert "pass: every operator of every witness is within its bound" in done.stdout
     assert "exact mode: 6 taps of its pass and of its generation: all equal bit for bit" in done.stdout
     certificate = json.loads((tmp_path / "parity.json").read_text())
+    seen = {token for sequence in certificate["tokens"] for token in sequence}
+    assert f"at the first 70 positions and for {len(seen)} different tokens" in done.stdout
     assert (certificate["verdict"], certificate["first"]) == ("pass", [])
     assert certificate["dtypes"] == {"learner": "bf16", "rollout": "bf16"}
     assert {entry["witness"] for entry in certificate["operators"]} == set(WITNESSES)

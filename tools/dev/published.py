@@ -35,7 +35,6 @@ ROOT = Path(__file__).parents[2]
 DATA = ROOT / "megatron_rl" / "instruments" / "plan"
 BASE = ROOT / "recipes" / "router_replay" / "grpo-qwen3-30b-a3b-4n8g-tp4ep8-off.yaml"
 STEP, PHASE = (0.75, 1.33), (0.6, 1.6)  # bounds of planned over published
-LEARNERS = {"LEARNER_SHARE", "LAYER_HOST_S"}
 
 
 @dataclass(frozen=True)

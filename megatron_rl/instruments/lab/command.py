@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.arguments import COUNT, INDEX, POSITIVE, add_gpu, output, output_file
+from megatron_rl.arguments import COUNT, INDEX, POSITIVE, add_gpu, add_nodes, output, output_file
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.instruments.lab import load_study
 
@@ -58,14 +58,7 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
     power.set_defaults(action=_power)
     plan = commands.add_parser("plan", help="Estimate the GPU-hours of every arm. No engine starts.")
     add_gpu(plan, "Reckon with this GPU.", required=True)
-    plan.add_argument(
-        "--nodes", type=COUNT, help="Reckon with this number of nodes (default: as the base recipe's name says)."
-    )
-    plan.add_argument(
-        "--gpus-per-node",
-        type=COUNT,
-        help="Reckon with this number of GPUs in a node (default: as the base recipe's name says, else 8).",
-    )
+    add_nodes(plan, "the base recipe")
     plan.add_argument(
         "--mean-response",
         type=POSITIVE,

@@ -1,0 +1,1 @@
+"""Measurements and figures of the papers, for your model and runs."""

@@ -43,6 +43,10 @@ class PaperFigure:
     panels: tuple[PaperPanel, ...]
 
 
+def _bins(title: str, metrics: str, x: str) -> PaperPanel:
+    return PaperPanel(title, (metrics,), kind="bins", is_log=True, hint=DETAIL, x=x)
+
+
 REWARD = PaperPanel("training reward", ("critic/rewards/mean",))
 ACCURACY = PaperPanel("validation accuracy", (r"val/.+/avg@\d+",), hint="validation.every")
 LOG_PPL = PaperPanel("log ppl_abs_diff (LD Eq 8)", ("rollout_corr/log_ppl_abs_diff_sum",), is_log=True)
@@ -54,30 +58,9 @@ RATE = PaperPanel("learning rate", ("actor/lr",), is_log=True)
 RHO_STD = PaperPanel("mismatch: std of rho", ("mismatch/rho_std",), is_log=True)
 CLIP_RATIO = PaperPanel("token clip ratio", ("actor/pg_clipfrac",))
 EXTREMES = PaperPanel("pi - mu: largest, smallest", ("mismatch/prob_diff_max", "mismatch/prob_diff_min"), hint=DETAIL)
-BY_LENGTH = PaperPanel(
-    "|log pi(y)/mu(y)| by response length",
-    (r"mismatch/log_ppl_abs_diff_sum/length/.+",),
-    kind="bins",
-    is_log=True,
-    hint=DETAIL,
-    x="response tokens",
-)
-BOUND = PaperPanel(
-    "2 TV T², the bound over B, by length",
-    (r"mismatch/gradient_bound/length/.+",),
-    kind="bins",
-    is_log=True,
-    hint=DETAIL,
-    x="response tokens",
-)
-BY_POSITION = PaperPanel(
-    "|log rho| of tokens by position",
-    (r"mismatch/abs_log_rho/position/.+",),
-    kind="bins",
-    is_log=True,
-    hint=DETAIL,
-    x="position in the response",
-)
+BY_LENGTH = _bins("|log pi(y)/mu(y)| by response length", r"mismatch/log_ppl_abs_diff_sum/length/.+", "response tokens")
+BOUND = _bins("2 TV T², the bound over B, by length", r"mismatch/gradient_bound/length/.+", "response tokens")
+BY_POSITION = _bins("|log rho| of tokens by position", r"mismatch/abs_log_rho/position/.+", "position in the response")
 HACKING = (REWARD, ACCURACY, RHO_STD, ENTROPY)
 EXTENDED = (ACCURACY, RHO_STD, ENTROPY, CLIP_RATIO, GRAD_NORM)
 
@@ -100,14 +83,7 @@ PAPERS: dict[str, tuple[PaperFigure, ...]] = {
             "fig02",
             "mismatch of tokens and of sequences (last step)",
             (
-                PaperPanel(
-                    "share of tokens by probability",
-                    (r"mismatch/(mu|po)_share/.+",),
-                    kind="bins",
-                    is_log=True,
-                    hint=DETAIL,
-                    x="probability",
-                ),
+                _bins("share of tokens by probability", r"mismatch/(mu|po)_share/.+", "probability"),
                 BY_LENGTH,
             ),
         ),

@@ -5,21 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 
-from megatron_rl.arguments import COUNT, POSITIVE, add_gpu, add_recipe
+from megatron_rl.arguments import COUNT, POSITIVE, add_gpu, add_nodes, add_recipe
 from megatron_rl.errors import EXIT_DONE, InputError
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     add_gpu(parser, "Reckon with this GPU.", required=True)
-    parser.add_argument(
-        "--nodes", type=COUNT, help="Reckon with this number of nodes (default: as the recipe's name says, …-4n8g-…)."
-    )
-    parser.add_argument(
-        "--gpus-per-node",
-        type=COUNT,
-        help="Reckon with this number of GPUs in a node (default: as the recipe's name says, else 8).",
-    )
+    add_nodes(parser, "the recipe")
     parser.add_argument("--gpus", type=COUNT, help="Reckon with this number of GPUs in all.")
     parser.add_argument(
         "--fewest",

@@ -1,0 +1,1 @@
+"""What changed in a run, when its metrics left their healthy stretch, and which causes fit."""

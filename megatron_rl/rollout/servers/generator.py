@@ -396,12 +396,6 @@ class ServerGenerator:
     def stats(self) -> dict[str, float]:
         return dict(self._stats)
 
-    def change_bodies(self, change: Callable[[Request, dict[str, Any]], None]) -> None:
-        """Call ``change`` with every later request of this rank and the body that its server is sent, which it may
-        change: for measurements that impose lengths."""
-        if self._sampler is not None:
-            self._sampler.change_body = change
-
     def close(self) -> None:
         self._updates.close()
         self._servers.close()

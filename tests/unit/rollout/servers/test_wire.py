@@ -116,6 +116,14 @@ def test_a_damaged_answer_is_asked_for_again():
         assert not caught.value.is_final
 
 
+@pytest.mark.parametrize("name", ["tokens", "inference_logprobs", "policy_versions"])
+def test_an_answer_whose_arrays_have_other_lengths_is_damaged(name):
+    answer = through(Engine())
+    setattr(answer, name, getattr(answer, name)[:-1])
+    with pytest.raises(Damaged, match="tokens, log-probs and versions"):
+        unpack(b"".join(pack(answer)))
+
+
 def assert_equal(left: Rollout, right: Rollout) -> None:
     for field in fields(Rollout):
         assert np.array_equal(getattr(left, field.name), getattr(right, field.name)), field.name
