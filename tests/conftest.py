@@ -73,6 +73,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return workers if workers > 1 and cores > 1 else 0
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes are named by their argument: their content may hold the time at which they were made, and workers that
+    collect at different seconds must agree on every name."""
+    return argname if isinstance(val, bytes) else None
+
+
 def unit_of(nodeid: str) -> str:
     """Tests of one unit run in one worker, in their order: a file, whose fixtures they share, or what is `TOGETHER`."""
     file = nodeid.partition("::")[0]

@@ -37,7 +37,7 @@ LINE = b'{"problem": "2+2?", "answer": "4"}\n'
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.jsonl", gzip.compress(LINE), "it is a gzip file; unpack it: gunzip <"),
+        ("x.jsonl", gzip.compress(LINE, mtime=0), "it is a gzip file; unpack it: gunzip <"),
         ("x.jsonl", LINE.decode().encode("utf-16"), "it is text in UTF-16; convert it: iconv"),
         ("x.jsonl", LINE.decode().encode("utf-16-le"), "iconv -f UTF-16LE"),
         ("x.jsonl", LINE.decode().encode("utf-16-be"), "iconv -f UTF-16BE"),
@@ -48,7 +48,7 @@ LINE = b'{"problem": "2+2?", "answer": "4"}\n'
         ("x.jsonl", b"\x7fELF\0\1\2\3\0", "it is a binary file"),
         ("x.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
         ("x.parquet", LINE, "not a parquet file"),
-        ("x.parquet", gzip.compress(LINE), "it is a gzip file"),
+        ("x.parquet", gzip.compress(LINE, mtime=0), "it is a gzip file"),
         ("x.jsonl.gz", b"", "unknown kind of dataset '.gz'; .*convert it: gunzip "),
         ("x.csv", b"", r"convert it: python -c .*load_dataset\('csv', .*to_parquet\('x.parquet'\)"),
         ("x.json", b"", r"load_dataset\('json'"),
