@@ -34,16 +34,14 @@ def save_small(figure: Figure, path: Path) -> None:
 
 
 def render_page(results: Results) -> str:
-    """Return what a study's page in docs/lab has of its runs: figure, claim, and the comparisons that decide."""
+    """Return what a study's page in docs/lab has of its runs: figure, and the comparisons that decide."""
     study = results.study.study
     recipes = f"recipes/lab/{study.name}"
     lines = [
         f"![curves of the study](../images/{_image(study.name)})\n",
-        f"Claim: {study.claim}\n",
         *runs_told(results),
-        f"Setting: [study.yaml](../../{recipes}/study.yaml).\n",
+        f"Claim and setting: [study.yaml](../../{recipes}/study.yaml).\n",
         *_page_table(results),
-        f"The whole report: `megatron-rl lab report {recipes} --out docs/lab/runs/{study.name}.jsonl.xz`",
     ]
     return "\n".join(lines) + "\n"
 

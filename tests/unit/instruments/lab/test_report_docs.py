@@ -179,7 +179,7 @@ def test_a_finished_study_gets_its_page_and_an_unfinished_one_nothing(docs, tmp_
     ]
     page = (docs / "lab" / "servers.md").read_text()
     assert page.startswith(
-        "before\n<!-- lab: servers -->\n![curves of the study](../images/lab-servers.png)\n\nClaim: "
+        "before\n<!-- lab: servers -->\n![curves of the study](../images/lab-servers.png)\n\n4 arms, "
     )
     assert page.endswith("\n<!-- /lab: servers -->\nafter\n")
     assert "to be replaced" not in page
