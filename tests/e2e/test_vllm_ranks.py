@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import save_file
 
+from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.rollout import Sampling
 from tests.e2e.hf_reference import rounding_bound
 from tests.e2e.programs import rollout as rollout_programs
 from tests.parallel.gloo import run_ranks
 from tests.support.slow import slow_but
+from tests.support.tiny import MODEL
 
 
 @pytest.fixture(scope="module")
-def alone():
-    generator = rollout_programs.start(1)
-    results = rollout_programs.sample(generator)
-    generator.close()
+def models(tmp_path_factory):
+    """Key/value heads → the tiny model with so many; with one head, vLLM copies it to both ranks of an engine."""
+    folder = tmp_path_factory.mktemp("one head")
+    for file in MODEL.iterdir():
+        shutil.copy(file, folder)
+    weights = {
+        name: tensor[: len(tensor) // 2].clone() if re.search("[kv]_proj", name) else tensor
+        for name, tensor in HFFolder(MODEL).items()
+    }
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"num_key_value_heads": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return {1: folder, 2: MODEL}
+
+
+@pytest.fixture(scope="module")
+def alone(models):
+    @functools.cache
+    def results(heads):
+        generator = rollout_programs.start(1, models[heads])
+        try:
+            return rollout_programs.sample(generator, models[heads])
+        finally:
+            generator.close()
+
     return results
 
 
@@ -38,13 +68,18 @@ def rollouts(results):
     return [rollout for groups in results for group in groups for rollout in group.rollouts]
 
 
-@pytest.mark.parametrize("tensor_parallel", slow_but([2], [1, 2]), ids=["two engines", "one engine over two ranks"])
-def test_two_ranks_return_what_one_returns(tensor_parallel, alone, left_by_a_killed_run):
-    ranks = run_ranks("tests.e2e.programs.rollout", "rollout_beside_megatron", 2, tensor_parallel=tensor_parallel)
-    bound = 2 * max(rounding_bound(groups, Sampling(24)) for groups in alone)
+@pytest.mark.parametrize(
+    ("tensor_parallel", "heads"),
+    slow_but([(2, 2)], [(1, 2), (2, 2), (2, 1)]),
+    ids=["two engines", "one engine over two ranks", "more ranks than key/value heads"],
+)
+def test_two_ranks_return_what_one_returns(tensor_parallel, heads, models, alone, left_by_a_killed_run):
+    arguments = {"tensor_parallel": tensor_parallel, "model": models[heads]}
+    ranks = run_ranks("tests.e2e.programs.rollout", "rollout_beside_megatron", 2, **arguments)
+    bound = 2 * max(rounding_bound(groups, Sampling(24), models[heads]) for groups in alone(heads))
     owners = []
     for expected, *on_ranks in zip(
-        rollouts(alone), *(rollouts(returned["results"]) for returned in ranks), strict=True
+        rollouts(alone(heads)), *(rollouts(returned["results"]) for returned in ranks), strict=True
     ):
         assert len({one.owner for one in on_ranks}) == 1
         owners.append(on_ranks[0].owner)

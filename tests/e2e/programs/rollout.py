@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,33 +24,33 @@ from tests.support.tiny import MODEL, tiny_recipe
 from tools.dev.make_tiny_checkpoint import build_tokenizer
 
 
-def start(tensor_parallel: int) -> VllmGenerator:
+def start(tensor_parallel: int, model: Path = MODEL) -> VllmGenerator:
     config = RolloutConfig(dtype="fp32", max_response_length=24, kv_cache_gib=0.0625, tensor_parallel=tensor_parallel)
-    return VllmGenerator(config, MODEL, max_prompt_length=12, record_routes=True)
+    return VllmGenerator(config, model, max_prompt_length=12, record_routes=True)
 
 
-def moved() -> list[tuple[str, torch.Tensor]]:
+def moved(model: Path) -> list[tuple[str, torch.Tensor]]:
     """Other weights: every tensor a little larger, the norms unchanged."""
-    return [(name, tensor if tensor.ndim == 1 else tensor * 1.05) for name, tensor in HFFolder(MODEL).items()]
+    return [(name, tensor if tensor.ndim == 1 else tensor * 1.05) for name, tensor in HFFolder(model).items()]
 
 
-def sample(generator: VllmGenerator) -> list[list[Group]]:
+def sample(generator: VllmGenerator, model: Path) -> list[list[Group]]:
     """More requests than ranks, fewer than ranks, and after an update."""
     results = [
         generator.rollout(prompts(7), 3, policy_version=0, step=0),
         generator.rollout(prompts(1), 1, policy_version=0, step=1),
     ]
-    generator.refit(iter(moved()), 1)
+    generator.refit(iter(moved(model)), 1)
     return [*results, generator.rollout(prompts(7), 3, policy_version=1, step=2)]
 
 
-def rollout_beside_megatron(tensor_parallel: int) -> dict[str, Any]:
+def rollout_beside_megatron(tensor_parallel: int, model: Path) -> dict[str, Any]:
     """The learner joins first, the engine starts in its world and leaves it as it was."""
     distributed.initialize(ParallelConfig(tensor=2, expert=2), "cpu", seed=0)
     random_state = torch.get_rng_state()
     sums = [megatron_sums()]
-    generator = start(tensor_parallel)
-    results = sample(generator)
+    generator = start(tensor_parallel, model)
+    results = sample(generator, model)
     sums.append(megatron_sums())
     generator.close()
     sums.append(megatron_sums())
