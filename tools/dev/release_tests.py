@@ -1,27 +1,22 @@
-"""Under each release of Megatron-Core: our tests of its patches, or Megatron's own unit tests before and after them.
+"""Our tests of the patches, under each release of Megatron-Core.
 
-    python -m tools.dev.release_tests                                  our tests, every release with a pinned wheel
+    python -m tools.dev.release_tests                           every release with a pinned wheel
     python -m tools.dev.release_tests --releases 0.17.1,0.18.2
-    python -m tools.dev.release_tests --checkout MEGATRON_LM           the main branch as well
-    python -m tools.dev.release_tests --checkout MEGATRON_LM --own     Megatron's own tests
+    python -m tools.dev.release_tests --checkout MEGATRON_LM    the main branch as well
 
 A release is its pinned wheel, unpacked, with all series applied, before the packages of this environment: nothing is
 installed, and this Python runs it. Wheels for another Python do, because what they have compiled is the index of data
 sets, which no test here reads. From 0.18 on Megatron-Core imports Triton: the one that `tools/setup_tests.sh` fetched
 is put beside it.
 
-``--checkout`` is a git repository of Megatron-LM: of what has no wheel it gives the commit that UPSTREAM names, and for
-``--own`` the tests, which no wheel holds. Of those run, on one CPU rank, the files that import a file that a patch
-changes (tests/patches/programs/on_cpu.py says what is replaced). A test that passes on upstream's files must pass on
-the patched ones. Files of which no test passes there are not run again: what they gain is not counted.
+``--checkout`` is a git repository of Megatron-LM: of what has no wheel it gives the commit that UPSTREAM names.
 
-Prints a Markdown table. Exit status 1: a test of ours fails, or one of Megatron's is lost.
+Prints a Markdown table. Exit status 1: a test fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -49,34 +44,25 @@ BESIDE_TRAILERS = {
 """Tests of a purpose beside those that its patches name."""
 OF_THE_ENVIRONMENT = "tests/patches/test_length_decay_patch.py::test_the_series_is_applied_only_when_named"
 """Asks what is applied to the package of the environment."""
-OURS_S, THEIRS_S = 1800, 600  # of one release; of one file of Megatron's tests
+LIMIT_S = 1800  # of one release
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--releases", help="versions, with commas between (default: all with a pinned wheel)")
     parser.add_argument("--checkout", type=Path, help="a git repository of Megatron-LM")
-    parser.add_argument("--own", action="store_true", help="run Megatron's own tests, before and after")
-    parser.add_argument("--only", default="", help="of them, files below tests/unit_tests that begin so (commas)")
     options = parser.parse_args()
-    if options.own and options.checkout is None:
-        parser.error("--own: name a git repository of Megatron-LM with --checkout; no wheel has its tests")
     pinned = {series.pins["Version"]: series for series in known_releases(options.checkout is not None)}
     wanted = options.releases.split(",") if options.releases else list(pinned)
     if unknown := [version for version in wanted if version not in pinned]:
         parser.error(f"--releases: found {', '.join(unknown)}; pinned are {', '.join(pinned)}")
     columns = [f"`{purpose}`" for purpose in PURPOSES]
-    if options.own:
-        columns = ["passed before", "lost after", "gained after"]
     print(f"| release | {' | '.join(columns)} |")
     print("|---" * (len(columns) + 1) + "|")
     bad = False
     for version in wanted:
         with tempfile.TemporaryDirectory(prefix="release-") as folder:
-            if options.own:
-                cells, failures = row_of_theirs(pinned[version], options.checkout, options.only, Path(folder))
-            else:
-                cells, failures = row_of_ours(pinned[version], options.checkout, Path(folder))
+            cells, failures = row_of(pinned[version], options.checkout, Path(folder))
         print(f"| {version} | {' | '.join(cells)} |", flush=True)
         print("".join(f"{version}: {line}\n" for line in failures), file=sys.stderr, end="", flush=True)
         bad |= bool(failures)
@@ -90,7 +76,7 @@ def known_releases(without_wheel: bool) -> list[Series]:
     return [series for series in every if series.purposes and (series.archives or without_wheel)]
 
 
-def row_of_ours(series: Series, checkout: Path | None, folder: Path) -> tuple[list[str], list[str]]:
+def row_of(series: Series, checkout: Path | None, folder: Path) -> tuple[list[str], list[str]]:
     """A cell for each purpose, and what fails."""
     if series.archives or checkout is None:
         root = upstream.unpack(upstream.fetch(series, CACHE / "patches", None), folder / "wheel", series.pins["Root"])
@@ -106,31 +92,6 @@ def row_of_ours(series: Series, checkout: Path | None, folder: Path) -> tuple[li
     outcomes = run_ours(root, sorted(set().union(*files.values())), folder / "ours.xml")
     cells = [cell(outcomes, files[purpose]) if purpose in files else "–" for purpose in PURPOSES]
     return cells, [test for test, outcome in outcomes.items() if outcome == "failed"]
-
-
-def row_of_theirs(series: Series, checkout: Path, only: str, folder: Path) -> tuple[list[str], list[str]]:
-    """How many of Megatron's own tests pass on its files, are lost by the patches and gained; and which are lost."""
-    trees = {side: unpack_commit(series, checkout, folder / side, "megatron", "tests") for side in ("before", "after")}
-    states.apply_or_revert(series, Target(trees["after"], None), False, series.purposes)
-    for tree in trees.values():
-        add_triton(tree)
-    old, new = (series.load(tree) for tree in trees.values())
-    changed = [path for path in new if old.get(path) != new[path]]
-    before = passed(run_theirs(trees["before"], touched_tests(changed, trees["before"], only)))
-    after = passed(run_theirs(trees["after"], files_of(before)))
-    lost = set()
-    for file in files_of(before - after):  # alone, each: one that a busy machine or its neighbours stop is not lost
-        lost |= passed(run_theirs(trees["before"], [file])) - passed(run_theirs(trees["after"], [file]))
-    return [str(len(before)), str(len(lost)), str(len(after - before))], sorted(lost)
-
-
-def files_of(tests: set[str]) -> list[str]:
-    """The files of these tests."""
-    return sorted({test.split("::")[0] for test in tests})
-
-
-def passed(outcomes: Mapping[str, str]) -> set[str]:
-    return {test for test, outcome in outcomes.items() if outcome == "passed"}
 
 
 def add_triton(root: Path) -> None:
@@ -150,7 +111,7 @@ def run_ours(root: Path, files: Sequence[str], report: Path) -> dict[str, str]:
     environment = os.environ | {"PYTHONPATH": f"{root}:{ROOT}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider"]
     command += ["--tb=short", f"--junitxml={report}", f"--deselect={OF_THE_ENVIRONMENT}", *files]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=OURS_S)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode not in (0, 1) or not report.is_file():
         raise SystemExit(f"{root}: our tests did not run:\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
     if done.returncode:
@@ -200,65 +161,6 @@ def commit_of(series: Series, checkout: Path) -> str:
         if subprocess.run(command, capture_output=True).returncode == 0:
             return name
     raise SystemExit(f"{checkout}: has neither {' nor '.join((*named, f'core_v{version}', branch))}")
-
-
-def touched_tests(changed: Sequence[str], root: Path, only: str) -> list[str]:
-    """Megatron's test files that import a file of ``changed``, as paths from ``root``."""
-    modules = [path.removesuffix(".py").replace("/", ".").rpartition(".") for path in changed]
-    names = "|".join(
-        rf"{re.escape(f'{package}.{name}')}\b|from {re.escape(package)} import [^\n]*\b{name}\b"
-        for package, _, name in modules
-    )
-    pattern = re.compile(names)
-    folder, beginnings = root / "tests" / "unit_tests", tuple(only.split(","))
-    files = [file for file in sorted(folder.rglob("test_*.py")) if str(file.relative_to(folder)).startswith(beginnings)]
-    return [str(file.relative_to(root)) for file in files if pattern.search(file.read_text())]
-
-
-def run_theirs(root: Path, files: Sequence[str]) -> dict[str, str]:
-    """Outcomes of the tests of Megatron's in ``files``.
-
-    Each file has a process of its own: most leave their process groups, and a thousand threads of gloo slow the rest.
-    If a test ends the process, the file's tests after it do not run.
-    """
-    outcomes: dict[str, str] = {}
-    for file in sorted(files):
-        of_file, is_whole = run_file(root, file)
-        outcomes |= of_file
-        if not is_whole:
-            print(f"{file}: ended the process", file=sys.stderr, flush=True)
-    return outcomes
-
-
-def run_file(root: Path, file: str) -> tuple[dict[str, str], bool]:
-    """Outcomes of the tests in ``file``, and whether pytest came to its end."""
-    outcomes = root / "outcomes.jsonl"
-    outcomes.unlink(missing_ok=True)
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
-        "PYTHONPATH": f"{root}:{ROOT / 'tests' / 'patches' / 'programs'}",
-        "OUTCOMES": str(outcomes),
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # compiling costs 20 s a function
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }
-    command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "on_cpu", "-c", os.devnull, "--rootdir", root]
-    command += ["-p", "no:cacheprovider", "-q", "--tb=no", "--continue-on-collection-errors", "--timeout", "60"]
-    command += ["--import-mode=importlib", file]
-    output = subprocess.DEVNULL  # a pipe would be held open by what a test leaves behind
-    try:
-        subprocess.run(command, cwd=root, env=environment, stdout=output, stderr=output, timeout=THEIRS_S)
-    except subprocess.TimeoutExpired:
-        print(f"{file}: not done within {THEIRS_S} s", file=sys.stderr)
-    events = [json.loads(line) for line in outcomes.read_text().splitlines()] if outcomes.is_file() else []
-    if not events:
-        raise SystemExit(f"{root}: pytest did not begin: {' '.join(map(str, command))}")
-    return {test: event for test, event in events if event not in ("read", "begun", "end")}, ["", "end"] in events
 
 
 if __name__ == "__main__":
