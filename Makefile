@@ -74,7 +74,7 @@ lint: setup ## ruff, shellcheck, the patches of each release and every recipe
 	$(RUN) -m megatron_rl patch check
 	$(RUN) -m tools.dev.check_recipes
 
-compare: setup ## the working tree against the baseline commit, side by side: is anything slower?
+compare: setup ## the working tree against HEAD, side by side: is anything slower?
 	$(RUN) -m tools.bench.compare
 
 bench: setup ## print the benchmarks' tables

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
     ("program", "arguments"),
     [
         *(("tools.bench", [name, "--smoke"]) for name in SMOKE),
-        ("tools.bench.compare", ["--noise", "--only", "objective", "--rounds", "1", "--allow", "1000"]),
+        ("tools.bench.compare", ["HEAD", "HEAD", "--only", "objective", "--rounds", "1", "--allow", "1000"]),
     ],
 )
 def test_smoke(program, arguments, tmp_path):

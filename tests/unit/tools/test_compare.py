@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tools.bench.compare import LIB, compare_times, main, names_of, noise
+from tools.bench.compare import LIB, compare_times, main, names_of
 
 CASES = """
 import importlib
@@ -43,7 +42,7 @@ def repository(tmp_path) -> Path:
 def compare(repository: Path, *arguments: str) -> int:
     folder = repository.parent
     fixed = ["--cases", str(folder / "cases.py"), "--repository", str(repository), "--rounds", "1"]
-    return main([*arguments, *fixed, "--baseline", str(folder / "baseline.json"), "--allow", "inf"])
+    return main([*arguments, *fixed, "--allow", "inf"])
 
 
 @pytest.mark.parametrize(
@@ -61,18 +60,6 @@ def compare(repository: Path, *arguments: str) -> int:
 def test_what_got_worse_fails(repository, capsys, commits, case, status, said):
     assert compare(repository, *commits, "--only", case) == status
     assert said in capsys.readouterr().out
-
-
-def test_the_baseline_remembers_counts_and_its_commit(repository, capsys):
-    file = repository.parent / "baseline.json"
-    assert compare(repository, "--accept", "--only", "cost") == 0
-    written = json.loads(file.read_text())
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True, check=True)
-    assert written == {"commit": head.stdout.strip(), "counts": {"cost": 7.0}}
-    assert compare(repository, "--only", "cost") == 0
-    file.write_text(json.dumps({**written, "counts": {"cost": 6.0}}))
-    assert compare(repository, "--only", "cost") == 1
-    assert "FAILED cost: 7, 6 in baseline.json" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -97,22 +84,3 @@ def test_every_case_says_what_it_measures():
     text = (LIB / "cases.py").read_text()
     for name in ("import tests", "from tests", "from tools", "import tools"):
         assert name not in text
-
-
-def test_the_noise_of_a_comparison_says_from_where_on_a_case_fails():
-    older = [1.0] * 8
-    same = [0.8, 0.9, 0.95, 1.0, 1.0, 1.0, 1.25, 2.0]
-    (line,) = noise([compare_times("case", older, same, 1.1)], 1.1)
-    assert " ".join(line.split()) == "case 0.950 to 1.000 without a difference; fails from 1.158 times as slow"
-    for slowdown, fails in ((1.15, False), (1.17, True)):
-        slower = [slowdown * seconds for seconds in same]
-        assert bool(compare_times("case", older, slower, 1.1).problem) == fails
-
-
-def test_noise_compares_a_commit_with_itself(repository, capsys):
-    assert compare(repository, "--noise", "HEAD~1", "--only", "timed", "--only", "cost") == 0
-    said = capsys.readouterr().out
-    assert "older: HEAD~1, newer: HEAD~1" in said
-    assert "without a difference; fails from inf times as slow" in said
-    with pytest.raises(SystemExit):
-        compare(repository, "--noise", "HEAD", "HEAD~1")
