@@ -13,9 +13,9 @@ from megatron_rl.rollout.servers.client import request_body
 from megatron_rl.rollout.servers.rendezvous import agreed_settings
 from tests.parallel.gloo import run_ranks
 from tests.parallel.programs.servers import FIELDS, equal, prompts
+from tests.support.made_up_server import response
 from tests.support.tiny import MODEL
 from tests.support.zygote import surroundings, zygote
-from tools.bench.lib.made_up_server import response
 
 TOKEN = "token-of-made-up-servers"
 CONFIG = {
@@ -25,7 +25,7 @@ CONFIG = {
     "servers": {"count": 2, "wait_s": 60.0, "health_every_s": 0.2},
     "max_num_seqs": 5,
 }
-SERVER = "tools.bench.lib.made_up_server"
+SERVER = "tests.support.made_up_server"
 
 
 @pytest.fixture(scope="module")
