@@ -73,10 +73,6 @@ def test_a_value_that_cannot_work(refused, tmp_path, override, expected):
     assert all(part.format(**files) in message for part in expected), message
 
 
-def test_missing_recipe(refused):
-    assert "no such file" in refused(recipe=GRPO.with_name("missing.yaml"))
-
-
 BROKEN = """
 def raises(response, answer):
     return int(response.split("=")[1])
@@ -99,11 +95,6 @@ def test_reward_function_that_cannot_work(refused, tmp_path, function, expected)
     file = tmp_path / "mine.py"
     file.write_text(BROKEN)
     assert expected in refused(f"reward.name={file}:{function}")
-
-
-def test_checkpoint_of_another_architecture(refused, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    assert "supported architectures" in refused(f"model.path={tmp_path}")
 
 
 def test_model_without_a_tokenizer(refused, tmp_path):

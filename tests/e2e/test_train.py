@@ -266,17 +266,6 @@ def test_two_ranks_train_like_one(root, log_rho, batches, limits):
         assert got["actor/pg_loss"] == loss
 
 
-def test_the_limits_of_layouts_show_a_layer_without_gradient(batches, limits):
-    def stop(model) -> None:
-        for parameter in model.model.layers[2].self_attn.parameters():
-            parameter.grad.zero_()
-
-    right, wrong = (run_on(batches, torch.float64, lr=LR, eps=EPS, mutate_gradients=change) for change in (None, stop))
-    for step in range(STEPS):
-        norms = [np.linalg.norm(run.gradients[step]) for run in (right, wrong)]
-        assert abs(norms[0] - norms[1]) > limits.of_metric("actor/grad_norm", step)
-
-
 def test_a_second_run_in_the_same_directory_is_refused(root):
     done = train(root, "whole", resume="never")
     assert done.returncode == 2

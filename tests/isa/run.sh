@@ -14,7 +14,6 @@ files=(
     tests/unit/objective/test_metrics.py
     tests/unit/learner/test_logprobs_fused_head.py
     tests/unit/exact/test_invariant.py
-    tests/unit/exact/test_invariant_batches.py
     tests/unit/learner/test_logprobs.py
     tests/unit/learner/test_packing.py
     tests/unit/layers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -13,13 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoint import conversion
-from megatron_rl.checkpoint.save import INDEX_FILE
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture
 from megatron_rl.model.names import EXTRA_STATE, extra_states, stored_tensors
 from tests.parallel.gloo import run_ranks
 from tests.parallel.pool import Jobs
-from tests.support.evil import Evil
 from tests.support.tiny import MODEL
 from tests.support.zygote import run_command
 
@@ -227,15 +224,6 @@ def test_an_altered_checkpoint_is_refused(kind, saved, other, tmp_path):
 def conversion_of(hf: Path, target: Path) -> Path:
     conversion.to_megatron(hf, target)
     return target
-
-
-def test_code_in_an_index_does_not_run(tmp_path):
-    conversion.to_megatron(MODEL, tmp_path / "foreign")
-    (tmp_path / "foreign" / INDEX_FILE).write_bytes(pickle.dumps(Evil(tmp_path / "ran"), protocol=2))
-    (tmp_path / "foreign" / "manifest.json").unlink()  # as another program would write it
-    with pytest.raises(InputError, match=r"index names posix\.mkdir"):
-        conversion.to_hf(tmp_path / "foreign", tmp_path / "out", MODEL)
-    assert [path.name for path in tmp_path.iterdir()] == ["foreign"]
 
 
 def test_no_room_no_overwriting_and_no_silent_damage(tmp_path, monkeypatch):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-import torch
 
 from tests.parallel.gloo import run_ranks
-from tests.support.plain_gradient_bias import FIGURES, LEVELS, expected, figures, gradients
+from tests.support.plain_gradient_bias import FIGURES, LEVELS, expected
 from tests.support.rounding import rounded
 
 PROGRAM = "tests.parallel.programs.gradient_bias"
@@ -48,30 +46,6 @@ def test_noise_turns_the_gradient(one):
         measured["reference norm"] ** 2,
     )
     assert measured["LD Eq 13, B"] == rounded(dot - square, scale=square)
-
-
-MUTATIONS = {
-    "the first token of each sequence unweighted": lambda weights: [
-        torch.cat([torch.ones_like(w[:1]), w[1:]]) for w in weights
-    ],
-    "one sequence unweighted": lambda weights: [torch.ones_like(weights[0]), *weights[1:]],
-    "weights in bf16": lambda weights: [w.bfloat16().to(w.dtype) for w in weights],
-    "weights truncated at 1.5": lambda weights: [w.clamp(max=1.5) for w in weights],
-}
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_other_weights_are_not_within_the_limits(mutation):
-    changed = figures(gradients("noisy", torch.float64, MUTATIONS[mutation]))
-    with pytest.raises(AssertionError, match=r"reference norm|norm ratio|cosine"):
-        assert_within_limits("noisy", changed)
-
-
-def test_a_part_left_out_is_not_within_the_limits():
-    computed = gradients("noisy", torch.float64)
-    half = type(computed)(computed.mine, np.concatenate([computed.reference[:-1], 0 * computed.reference[-1:]]))
-    with pytest.raises(AssertionError, match="reference norm"):
-        assert_within_limits("noisy", figures(half))
 
 
 def test_the_weights_do_not_move(one):

@@ -33,7 +33,6 @@ LAYOUTS = {
 }
 QUICK = ("tp2", "pp2")
 WITHOUT_RECOMPUTATION = [name for name, (_, section) in LAYOUTS.items() if "recompute" not in section]
-MUTATIONS = ("shift", "swap layers", "drop row", "duplicate", "out of range", "other sequence")
 SLICE_MUTATIONS = {"permute ranks": "tp2", "swap local layers": "pp2", "other stage's layers": "pp2"}
 
 
@@ -66,9 +65,7 @@ def runs(tiny_with_a_dense_layer):
     for name in ("one", "pp2", "tp2"):
         ranks, section = LAYOUTS[name]
         jobs[ranks][f"{name}: dense"] = ("dense_layer", {"model": tiny_with_a_dense_layer, **section})
-    for mutation in MUTATIONS:
-        jobs[1][mutation] = ("mutated_payload", {"mutation": mutation})
-    jobs[2]["shift, ep2"] = ("mutated_payload", {"mutation": "shift", **LAYOUTS["ep2"][1]})
+    jobs[2]["shift, ep2"] = ("mutated_payload", LAYOUTS["ep2"][1])
     for mutation, layout in SLICE_MUTATIONS.items():
         jobs[2][mutation] = ("mutated_slice", {"mutation": mutation, **LAYOUTS[layout][1]})
     jobs[1]["finite differences"] = ("finite_differences", {})
@@ -159,29 +156,14 @@ def test_dense_layers_among_the_others_have_no_routes(runs, layout, limits):
         assert worst(result["random"], one["random"]) <= limits.tensor_gradients
 
 
-@pytest.mark.parametrize(
-    ("mutation", "message"),
-    [
-        ("shift", r"sequence train:5/0: .*first at token 0 \(.*MoE layer 0"),
-        ("swap layers", r"sequence train:5/0: .*MoE layer 1 \(2 of 4 layers\)"),
-        ("drop row", r"sequence train:5/0: routes of shape \(\d+, 4, 2\), expected"),
-        ("duplicate", r"sequence train:5/0: .*first at token 3 \(.*MoE layer 2"),
-        ("out of range", r"sequence train:5/0: .*first at token 3 \(.*MoE layer 2"),
-        ("other sequence", r"sequence train:5/0: .*first at token 0 "),
-    ],
-)
-def test_mutated_payloads_are_refused(runs, mutation, message):
-    result = runs[mutation][0]
-    assert re.search(message, result["error"]), result["error"]
-    assert result["num_updates"] == 0
-    assert result["weights_moved"] == 0.0
-
-
 def test_a_bad_payload_ends_every_rank_with_the_same_message(runs):
     """Only one of the data-parallel ranks holds the sequence; the other must not wait for it."""
     first, second = runs["shift, ep2"]
     assert first["error"] == second["error"]
-    assert "sequence train:5/0" in first["error"]
+    assert re.search(r"sequence train:5/0: .*first at token 0 \(.*MoE layer 0", first["error"]), first["error"]
+    for result in (first, second):
+        assert result["num_updates"] == 0
+        assert result["weights_moved"] == 0.0
 
 
 @pytest.mark.parametrize("mutation", SLICE_MUTATIONS)

@@ -193,13 +193,6 @@ def test_ctrl_c_stops_after_the_step_and_twice_at_once(runs, whole):
     assert runs.rows("ctrl-c") == whole
 
 
-def test_a_stop_file_is_used_up(runs, whole):
-    (runs.root / "file").mkdir()
-    (runs.root / "file" / "STOP").touch()
-    assert "stopped on request after step 0" in runs.train("file").output
-    assert not (runs.root / "file" / "STOP").exists()
-
-
 FILES = {
     "common.pt": CHECKPOINT + "_write_common",
     "shards": CHECKPOINT + "_write",

@@ -27,7 +27,7 @@ BITS = "tests/unit/doctor/test_learner.py::test_a_gpu_whose_kernels_do_not_repea
 METER = "tests/unit/doctor/test_engine.py::test_the_meters_peak_counts_what_pytorch_took_beyond_what_was_in_use"
 DOCTOR = "tests/unit/doctor/test_command.py::test_ranks_and_folder_follow_from_node_and_recipe"
 PLANTED = "tests/unit/doctor/test_checks_planted_faults.py"
-LEARNER = "tests/unit/learner/test_model_cuda.py"
+LEARNER = "tests/unit/learner/test_model.py"
 REACHED: dict[str, str | tuple[str, ...]] = {
     "megatron_rl/checkpoint/save.py": "tests/unit/checkpoint/test_save.py",
     "megatron_rl/doctor/command.py": DOCTOR,
@@ -35,7 +35,7 @@ REACHED: dict[str, str | tuple[str, ...]] = {
     "megatron_rl/doctor/engine.py": (PLANTED, METER),
     "megatron_rl/doctor/learner.py": (BITS, "tests/unit/doctor/test_learner_fp32.py"),
     "megatron_rl/doctor/machine.py": ("tests/unit/doctor/test_machine.py", "tests/unit/doctor/test_machine_nodes.py"),
-    "megatron_rl/exact/turns.py": "tests/unit/exact/test_turns_graphs.py",
+    "megatron_rl/exact/turns.py": "tests/unit/exact/test_turns.py",
     "megatron_rl/exact/decode.py": "tests/unit/exact/test_decode_room.py",
     "megatron_rl/exact/invariant.py": LEARNER,
     "megatron_rl/learner/model.py": LEARNER,

@@ -150,35 +150,6 @@ def without_values(module: torch.nn.Module) -> None:
                 part._parameters[name] = torch.empty(weight.shape, dtype=weight.dtype, device=DEVICE)
 
 
-def refused() -> dict[str, bool]:
-    """Whether `Captured` refuses each way in which a host reads a value."""
-    ways: dict[str, Callable[[torch.Tensor], Any]] = {
-        "item": lambda x: x[0].item(),
-        "tolist": lambda x: x.tolist(),
-        "if": lambda x: bool(x[0] > 0),
-        "cpu": lambda x: x.cpu(),
-        "copy_": lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x),
-        "nonzero": lambda x: x.nonzero(),
-        "mask": lambda x: x[x > 0],
-        "mask_put": lambda x: x.clone().__setitem__(x > 0, 1),
-        "masked_select": lambda x: x.masked_select(x > 0),
-        "unique": lambda x: x.unique(),
-        "repeat_interleave": lambda x: x.repeat_interleave(x),
-        "bincount": lambda x: x.bincount(),
-        "from a list": lambda x: x + torch.tensor([1, 2, 3]).to(x.device),
-    }
-    reasons = {}
-    for name, way in ways.items():
-        x = torch.ones(3, dtype=torch.int64, device=DEVICE)
-        try:
-            with Captured(Counts()):
-                way(x)
-            reasons[name] = False
-        except (WaitsForTheDevice, NotImplementedError, RuntimeError):  # the latter by PyTorch, for want of a value
-            reasons[name] = True
-    return reasons
-
-
 def step(dtype: str, tensor: int = 1, expert: int = 1) -> Counts:
     """One step with its choice of tokens, which nothing may hold up; as one of ``tensor`` and of ``expert`` ranks. It
     has all weights, and the shapes of what it exchanges are those of ranks that share them out."""
@@ -232,7 +203,7 @@ def step(dtype: str, tensor: int = 1, expert: int = 1) -> Counts:
 def main() -> dict[str, Any]:
     by_dtype = {dtype: step(dtype) for dtype in ("fp32", "bf16")}
     by_dtype["TP2 EP4"] = step("bf16", tensor=2, expert=4)
-    return {"refused": refused()} | {name: asdict(one) for name, one in by_dtype.items()}
+    return {name: asdict(one) for name, one in by_dtype.items()}
 
 
 if __name__ == "__main__":

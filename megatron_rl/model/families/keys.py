@@ -4,7 +4,7 @@ A key is one of three things. It is implemented: the learner computes what it sa
 that the model computes (`WithoutEffect`, with the reason). Or it changes the function in a way that the learner, or
 vLLM, does not follow: then only its neutral values pass (`Neutral`).
 
-Read in transformers 5.19 and vLLM 0.30; tests/unit/model/test_architecture_config_keys.py walks over both and fails
+Read in transformers 5.19 and vLLM 0.30; tests/unit/model/test_architecture.py walks over both and fails
 where a key of theirs is not listed here or in a family's file. No torch.
 """
 

@@ -49,13 +49,8 @@ class Run:
         }
 
 
-def resumed_and_uninterrupted(
-    layout: Layout, sharding: str, folder: str, resume_layout: Layout, forget: str = ""
-) -> dict[str, Any]:
-    """Train 2 + 3 steps; and train 3 steps from the checkpoint of the second, with a fresh model and optimizer.
-
-    ``forget``: a state of the optimizer (`exp_avg` …) that is zeroed after loading.
-    """
+def resumed_and_uninterrupted(layout: Layout, sharding: str, folder: str, resume_layout: Layout) -> dict[str, Any]:
+    """Train 2 + 3 steps; and train 3 steps from the checkpoint of the second, with a fresh model and optimizer."""
     # One process writes and reads the queue of a synchronous save; megatron.core would start a server for it.
     filesystem_async._results_queue = queue.Queue()
     run = Run(layout)
@@ -70,8 +65,6 @@ def resumed_and_uninterrupted(
     fresh.job.chunks[0].module.load_state_dict(state["model"])
     with torch.no_grad():  # upstream's loader of dp_reshardable states forgets it for fp32 parameters
         fresh.optimizer.load_state_dict(state["optimizer"])
-        for _, states in fresh.optimizer.state.items() if forget else ():
-            states[forget].zero_()
     resumed_norms = fresh.train(3)
     return {"norms": norms, "resumed_norms": resumed_norms, "weights": run.weights(), "resumed": fresh.weights()}
 

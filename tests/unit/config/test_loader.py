@@ -1,25 +1,26 @@
-"""Reading recipes: inheritance, overrides, YAML's traps, and errors in the user's own terms."""
+"""Reading recipes: inheritance, overrides, YAML's traps, errors in the user's terms, the schema for editors."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import warnings
 
+import jsonschema
 import pytest
 import yaml
 
 from megatron_rl.__main__ import main
 from megatron_rl.config import Recipe, load_recipe
-from megatron_rl.config.learner import ParallelConfig
-from megatron_rl.config.model_rules import layout_problems
+from megatron_rl.config.loader import is_base, read_yaml, recipe_schema
 from megatron_rl.config.objective import ObjectiveWarning
 from megatron_rl.errors import InputError
-from megatron_rl.model.architecture import read_architecture
+from megatron_rl.instruments.lab.jobs import is_study
 from megatron_rl.run.prepare import check_recipe
 from tests.support.slow import slow_but
 from tests.support.small_recipe import error_of, minimal
-from tests.support.tiny import DATA, MODEL, REPOSITORY, tiny_recipe
+from tests.support.tiny import DATA, MODEL, REPOSITORY
 
 GRPO = REPOSITORY / "recipes" / "tiny" / "grpo.yaml"
 
@@ -235,12 +236,6 @@ def test_missing_recipe_names_a_near_one():
     assert "grpo.yaml" in message
 
 
-def test_layouts_that_fit_have_no_problems():
-    architecture = read_architecture(MODEL)
-    assert layout_problems(ParallelConfig(tensor=2, expert=2, pipeline=2), architecture, 4) == []
-    assert layout_problems(ParallelConfig(tensor=2), architecture, 3) != []
-
-
 @pytest.mark.parametrize(
     ("arguments", "status", "text"),
     [
@@ -283,5 +278,70 @@ def test_every_field_of_the_schema_is_documented():
     assert undocumented(Recipe.model_json_schema(), "") == []
 
 
-def test_tiny_recipe_of_the_tests_is_legal():
-    assert check_recipe(tiny_recipe(), 1).architecture.num_experts == 8
+SCHEMA = recipe_schema()
+
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+RECIPES = sorted(path for path in (REPOSITORY / "recipes").rglob("*.yaml") if not is_study(path))
+
+
+def problems(values: dict) -> list[str]:
+    return [f"{error.json_path}: {error.message}" for error in VALIDATOR.iter_errors(values)]
+
+
+def test_it_is_a_schema():
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(REPOSITORY / "recipes")))
+def test_every_shipped_recipe_is_valid_as_written_and_resolved(path):
+    assert problems(read_yaml(path, "recipe")) == []
+    if not is_base(path):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert problems(load_recipe(path).model_dump(mode="json")) == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"extends": "base.yaml"},
+        {"extends": ["a.yaml", "b.yaml"], "num_steps": 3},
+        {"extends": None},
+        {"data": {"train": "a.jsonl"}},
+        {"data": {"train": {"path": "a.jsonl", "limit": None}, "validation": None}},
+        {"data": {"train": ["a.jsonl", {"path": "b.jsonl"}], "validation": []}},
+        {"reward": "my.py:f"},
+        {"reward": {"name": "math", "overlong": None}},
+        {"objective": {"policy_term": "gspo", "correction": None}},
+        {"objective": {"policy_term": {"clip_high": 0.5}, "correction": "tis"}},
+        {"objective": {"correction": ["tis", {"mode": "veto"}], "distortion": None}},
+        {"validation": {"every": None}, "checkpoint": {"every": None, "keep_best": None}, "rollout": {"top_k": None}},
+        {"learner": {"lora": None, "optimizer": {"clip_grad": None, "lr": 1}}},
+    ],
+)
+def test_what_the_loader_takes(values):
+    assert problems(values) == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"extnds": "base.yaml"},
+        {"extends": 3},
+        {"seed": -1},
+        {"seed": "1"},
+        {"seed": True},
+        {"batch": None},
+        {"data": {"train": 7}},
+        {"data": {"train": [{"pth": "a"}]}},
+        {"objective": {"policy_term": {"name": "gspo", "dual_clip": 3}}},
+        {"objective": {"policy_term": {"name": "gsop"}}},
+        {"objective": {"correction": [{"mode": "tis", "caps": 2}]}},
+        {"learner": {"lr": 1e-6}},
+        {"learner": {"dtype": "fp8"}},
+        {"rollout": {"temperature": 0}},
+    ],
+)
+def test_what_the_loader_refuses(values):
+    assert problems(values) != []

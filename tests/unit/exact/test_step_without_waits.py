@@ -30,10 +30,6 @@ def steps():
     return run()
 
 
-def test_every_way_to_read_a_value_is_refused(steps):
-    assert all(steps["refused"].values()), steps["refused"]
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_step_reads_nothing_and_launches_every_kernel(steps, dtype):
     """Eight experts of which a row takes two: 128 rows of experts are two tiles, and eight that may not be full."""

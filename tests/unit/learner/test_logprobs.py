@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from megatron_rl.learner import logprobs
 from megatron_rl.learner.logprobs import head_logprobs, keep_sets, token_logprobs
 from tests.support.rounding import assert_as_double, rounded
 
@@ -62,31 +63,6 @@ def test_extreme_logits_stay_finite():
     assert torch.isfinite(logits.grad).all()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_the_entropy_has_a_gradient_where_it_is_asked_for(temperature):
-    """Of log-probs and entropies together, against autograd in float64; padding columns get none."""
-    torch.manual_seed(1)
-    logits = (3 * torch.randn(300, 24)).requires_grad_()
-    positions = torch.randperm(300)[:270]
-    labels = torch.randint(0, 20, (270,))
-    of_logprobs, of_entropy = torch.randn(270), torch.randn(270)
-    logprobs, entropy = token_logprobs(
-        logits, positions, labels, vocab_size=20, temperature=temperature, entropy_gradient=True
-    )
-    (grad,) = torch.autograd.grad((logprobs * of_logprobs + entropy * of_entropy).sum(), logits)
-
-    def plain(logits: torch.Tensor) -> list[torch.Tensor]:
-        x = logits[positions, :20] / temperature
-        chosen = x.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
-        entropy = x.logsumexp(-1) - (x.softmax(-1) * x).sum(-1)  # two large numbers may leave a small one
-        loss = chosen * of_logprobs.to(x) + entropy * of_entropy.to(x)
-        return list(torch.autograd.grad(loss.sum(), logits))
-
-    assert_as_double([grad], plain, [logits.detach().requires_grad_()], longest_sum=20)
-    assert (grad[:, 20:] == 0).all()
-    assert entropy.requires_grad
-
-
 def random_sets(labels: torch.Tensor, vocab_size: int, width: int) -> torch.Tensor:
     """[n, width]: the label and up to width - 1 other tokens, then -1."""
     others = torch.stack([torch.randperm(vocab_size)[:width] for _ in labels])
@@ -94,13 +70,17 @@ def random_sets(labels: torch.Tensor, vocab_size: int, width: int) -> torch.Tens
     return torch.cat([labels[:, None], others.masked_fill(others == labels[:, None], -1)[:, 1:]], dim=1)
 
 
+@pytest.mark.parametrize("has_sets", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_a_softmax_over_kept_sets(temperature):
-    """log pi(y) = z_y - log Σ_{v in S} exp z_v, with its entropy; no gradient outside S. By whole logits and fused."""
+def test_a_softmax_with_its_entropy_by_whole_logits_and_fused(temperature, has_sets, monkeypatch):
+    """log pi(y) = z_y - log Σ_{v in S} exp z_v, S all tokens or the kept ones; no gradient outside S or to padding."""
+    monkeypatch.setattr(logprobs, "LOGIT_CHUNK_ROWS", 64)  # several pieces, the last one shorter
     torch.manual_seed(2)
     hidden, weight = torch.randn(300, 16).requires_grad_(), torch.randn(40, 16).requires_grad_()
     positions, labels = torch.randperm(300)[:270], torch.randint(0, 37, (270,))
-    kept = random_sets(labels, 37, 9)
+    sets = random_sets(labels, 37, 9) if has_sets else torch.arange(37).expand(270, 37)
+    kept = sets if has_sets else None
+    inside = torch.zeros(270, 41, dtype=torch.bool).scatter_(1, sets.masked_fill(sets < 0, 40), True)[:, :40]
     of_logprobs, of_entropy = torch.randn(270), torch.randn(270)
 
     def with_gradients(function):
@@ -112,13 +92,10 @@ def test_a_softmax_over_kept_sets(temperature):
 
     def plain(hidden: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
         z = (hidden[positions] @ weight.t()) / temperature
-        chosen, entropies = [], []
-        for row, label, members in zip(z, labels.tolist(), kept.tolist()):
-            logp = {v: row[v] for v in members if v >= 0}
-            total = torch.stack(list(logp.values())).logsumexp(0)
-            chosen.append(logp[label] - total)
-            entropies.append(-sum((value - total).exp() * (value - total) for value in logp.values()))
-        logprobs, entropy = torch.stack(chosen), torch.stack(entropies)
+        weights = z.exp() * inside
+        total = weights.sum(-1).log()
+        logprobs = z.gather(1, labels[:, None]).squeeze(1) - total
+        entropy = total - (weights * z).sum(-1) / weights.sum(-1)
         loss = (logprobs * of_logprobs.to(z.dtype) + entropy * of_entropy.to(z.dtype)).sum()
         return [logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight), retain_graph=True)]
 
@@ -127,12 +104,13 @@ def test_a_softmax_over_kept_sets(temperature):
         lambda *a, **k: token_logprobs(hidden @ weight.t(), *a, **k),
         lambda *a, **k: head_logprobs(hidden, weight, *a, **k),
     ):
-        assert_as_double(with_gradients(way), plain, inputs, longest_sum=270)
+        computed = with_gradients(way)
+        assert_as_double(computed, plain, inputs, longest_sum=270)
+        assert computed[1].requires_grad
     logits = (hidden @ weight.t()).detach().requires_grad_()
     token_logprobs(logits, positions, labels, vocab_size=37, kept=kept)[0].sum().backward()
-    outside = torch.ones(270, 41, dtype=torch.bool).scatter_(1, kept.masked_fill(kept < 0, 40), False)[:, :40]
-    assert (logits.grad[positions][outside] == 0).all()
-    assert (logits.grad[positions][~outside] != 0).any()
+    assert (logits.grad[positions][~inside] == 0).all()
+    assert (logits.grad[positions][inside] != 0).any()
 
 
 def test_two_equal_tokens_that_are_kept_have_half_each():

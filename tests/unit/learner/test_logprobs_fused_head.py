@@ -77,27 +77,6 @@ def test_equals_whole_logits(temperature):
     assert (got["hidden"][untouched] == 0).all()
 
 
-def test_the_entropy_has_a_gradient_where_it_is_asked_for():
-    values = inputs(torch.float32)
-    upstream = torch.randn(ROWS, generator=torch.Generator().manual_seed(2))
-
-    def gradients(function, hidden: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
-        logprobs, entropy = function(hidden, weight)
-        loss = logprobs * values["upstream"].to(logprobs) + entropy * upstream.to(entropy)
-        return list(torch.autograd.grad(loss.sum(), (hidden, weight)))
-
-    def fused_head(h, w):
-        options = {"vocab_size": TRUE_V, "temperature": 0.7, "entropy_gradient": True}
-        return head_logprobs(h, w, values["positions"], values["labels"], **options)
-
-    def by_autograd(h, w):
-        log_p = ((h @ w.t())[values["positions"], :TRUE_V] / 0.7).log_softmax(-1)
-        return log_p.gather(1, values["labels"][:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
-
-    computed = gradients(fused_head, *leaves(values))
-    assert_as_double(computed, lambda h, w: gradients(by_autograd, h, w), leaves(values), LONGEST_SUM)
-
-
 def test_sixteen_bit_pieces_add_up_in_fp32():
     """One token a piece: a gradient summed in bf16 would be several times as far from the truth as the whole one."""
     values = inputs(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Slopes against closed forms, alarms against hand-made metrics, and the rules that every recipe starts from."""
+"""Alarms: slopes against closed forms, levels, every recipe's rules, and how rules do on recorded runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,24 @@ import numpy as np
 import pytest
 
 from megatron_rl.config import load_recipe
-from megatron_rl.config.monitor import AlarmRule
-from megatron_rl.monitor.alarms import Alarms, LogGrowth, fit_slope, t_quantile_975, wanted
+from megatron_rl.config.monitor import LEVELS, AlarmRule, MonitorConfig
+from megatron_rl.errors import InputError
+from megatron_rl.monitor import Monitor
+from megatron_rl.monitor.alarms import (
+    Alarms,
+    CollapseRule,
+    LogGrowth,
+    RecordedRun,
+    collapse_step,
+    distinct,
+    fit_slope,
+    read_packed,
+    score_run,
+    score_set,
+    t_quantile_975,
+    wanted,
+)
+from tests.support.finished_run import curve, packed
 from tests.support.rounding import rounded, standard_errors
 from tests.support.tiny import MODEL
 
@@ -227,3 +243,115 @@ def test_every_default_rule_watches_a_metric_that_the_run_reports():
     """A rule on a name that nothing writes would never go off, and no one would know."""
     reported = {"actor/pg_loss", "mismatch/rho_std", "actor/grad_norm", "actor/entropy"}
     assert {rule.metric for rule in default_rules()} == reported
+
+
+def went_off(rule: AlarmRule, values: list[float]) -> list[int]:
+    alarms = Alarms([rule])
+    return [event.step for step, value in enumerate(values) for event in alarms.observe(step, {rule.metric: value})]
+
+
+def rule(**keys) -> AlarmRule:
+    return AlarmRule(name="rule", metric="m", **keys)
+
+
+def test_the_mean_of_a_window_is_held_against_a_bound():
+    # Means of three: -, -, 1, 2, 3.
+    assert went_off(rule(statistic="mean", window=3, above=1.9), [0.0, 0.0, 3.0, 3.0, 3.0]) == [3]
+    assert went_off(rule(statistic="mean", window=3, above=0.9), [9.0, 9.0]) == []
+
+
+def test_of_best_is_the_share_of_the_highest_mean():
+    # Means of two: 1, 4, 4, 2, 1.5; shares of the highest so far: 1, 1, 1, 0.5, 0.375.
+    values = [1.0, 1.0, 7.0, 1.0, 3.0, 0.0]
+    assert went_off(rule(statistic="of_best", window=2, below=0.51), values) == [4]
+    assert went_off(rule(statistic="of_best", window=2, below=0.49), values) == [5]
+
+
+def test_below_zero_the_range_counts_and_noise_is_no_fall():
+    # The bottom is the lowest value less three times the median move: -5 - 3 × 2; means of two: -1, -3.
+    values = [-1.0, -1.0, -5.0]
+    assert went_off(rule(statistic="of_best", window=2, below=0.81), values) == [2]
+    assert went_off(rule(statistic="of_best", window=2, below=0.8), values) == []
+    noise = [-0.5 + 0.05 * ((7 * step) % 5 - 2) for step in range(100)]
+    assert went_off(rule(statistic="of_best", window=3, below=0.5), noise) == []
+
+
+def test_of_start_is_a_multiple_of_the_runs_first_window():
+    # Medians of three: 2, 2, 8, 8; the first is the start.
+    values = [1.0, 2.0, 9.0, 1.0, 8.0, 8.0]
+    assert went_off(rule(statistic="of_start", window=3, above=3.9), values) == [4]
+    assert went_off(rule(statistic="of_start", window=3, above=4.0), values) == []
+    assert went_off(rule(statistic="of_start", window=1, above=0.5), [0.0, 5.0]) == []
+
+
+def collapsing(step: int) -> dict[str, float]:
+    return {"critic/rewards/mean": 0.8 if step < 20 else 0.1, "groups/no_signal_frac": 0.0, "actor/grad_norm": 0.5}
+
+
+def test_a_run_says_at_its_end_what_went_off_also_after_a_resume(tmp_path):
+    config = MonitorConfig(terminal="off", plots=False, tensorboard=False)
+    with Monitor(tmp_path, config, {}, True, levels=LEVELS) as monitor:
+        for step in range(40):
+            monitor.record(step, collapsing(step))
+        state = monitor.state_dict()
+    assert "alarms went off, first at: reward-break (step 21)" in (tmp_path / "log.txt").read_text()
+    # A silent rule has a metric only where it goes off.
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if any(key.startswith("alarm/") for key in line)] == [21, 23]
+    with Monitor(tmp_path / "on", config, {}, True, levels=LEVELS) as again:
+        again.load_state_dict(json.loads(json.dumps(state)))
+    assert "reward-break (step 21)" in (tmp_path / "on" / "log.txt").read_text()
+
+
+def test_packed_runs_are_read_once_each(tmp_path):
+    runs = [{"run": name, "cause": "rate", "records": curve([0.5, 0.1])} for name in ("a", "b")]
+    unpacked = read_packed(packed(tmp_path / "x.xz", runs))
+    assert [(run.name, run.cause, len(run.records)) for run in unpacked] == [("s/a", "rate", 2), ("s/b", "rate", 2)]
+    assert [run.name for run in distinct(unpacked)] == ["s/a"]
+    (tmp_path / "bad.xz").write_bytes(b"no xz")
+    with pytest.raises(InputError, match="cannot be read as packed runs"):
+        read_packed(tmp_path / "bad.xz")
+
+
+def test_a_set_of_rules_is_scored_by_hand():
+    drop = AlarmRule(name="drop", metric="critic/rewards/mean", below=0.3)
+    runs = [
+        RecordedRun("collapsed", curve([0.8] * 20 + [0.1] * 20)),  # collapse: step 22, the median of five
+        RecordedRun("missed", curve([1.6] * 20 + [0.7] * 20)),
+        RecordedRun("healthy", curve([0.8] * 10 + [0.2] + [0.8] * 9)),
+        RecordedRun("ailing", curve([0.8] * 20 + [0.5] * 20)),  # fell by more than a third, less than half
+        RecordedRun("planted", curve([0.2] * 20), cause="reward"),
+    ]
+    score = score_set([(run, [drop]) for run in runs], CollapseRule())
+    assert (score.runs, score.collapses, score.noticed, score.in_time) == (5, 2, 1, 1)
+    assert (score.leads, score.missed) == ((2,), ("missed",))
+    assert (score.healthy_runs, score.healthy_steps, score.false_alarms) == (1, 20, ("drop",))
+    assert score.false_per_thousand == 50.0
+
+
+@pytest.mark.parametrize("collapses", [True, False])
+def test_collapse_is_found_where_the_reward_halves(collapses):
+    values = [0.8] * 50 + ([0.8 - 0.01 * i for i in range(1, 81)] if collapses else [0.8] * 80)
+    records = [{"step": i, "critic/rewards/mean": v} for i, v in enumerate(values)]
+    # 0.4 is reached at step 89; the median of 5 trails by 2.
+    assert collapse_step(records, CollapseRule()) == (91 if collapses else None)
+
+
+def test_a_dip_is_no_collapse_and_nan_is():
+    dip = [0.8] * 30 + [0.1] * 4 + [0.8] * 30
+    assert collapse_step([{"step": i, "critic/rewards/mean": v} for i, v in enumerate(dip)], CollapseRule()) is None
+    nan = [0.8] * 20 + [0.3] + [float("nan")] * 20
+    assert collapse_step([{"step": i, "critic/rewards/mean": v} for i, v in enumerate(nan)], CollapseRule()) == 22
+
+
+def test_lead_and_false_alarms_are_counted():
+    rewards = [0.8] * 100 + [0.1] * 20
+    signal = [0.0] * 10 + [1.0] * 2 + [0.0] * 68 + [1.0] * 40
+    records = [
+        {"step": i, "critic/rewards/mean": r, "s": s} for i, (r, s) in enumerate(zip(rewards, signal, strict=True))
+    ]
+    rule = AlarmRule(name="s", metric="s", above=0.5)
+    (score,) = score_run(records, [rule], CollapseRule(), horizon=50)
+    assert (score.fired, score.collapse, score.lead, score.false_alarms) == ((10, 80), 102, 22, 1)
+    (calm,) = score_run(records[:90], [rule], CollapseRule(), horizon=50)
+    assert (calm.collapse, calm.lead, calm.false_alarms) == (None, None, 2)

@@ -1,8 +1,9 @@
-"""The monitor's record over failures, resumes and ranks: sinks that fail, steps that could not be written."""
+"""The monitor's record over failures, resumes and ranks; gradient noise; times of phases."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 
@@ -11,11 +12,21 @@ import pytest
 
 from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.errors import Fault, OwnWarning
-from megatron_rl.monitor import Monitor, read_metrics
+from megatron_rl.learner.gradient_noise import small_batch
+from megatron_rl.monitor import Monitor, PhaseTimer, read_metrics
+from megatron_rl.monitor.monitor import (
+    GradientNoiseScale,
+    NoiseMonitor,
+    RunningMean,
+    StepCorrelation,
+    noise_scale_parts,
+)
 from megatron_rl.monitor.run_directory import encode_line
 from tests.support.groups import group
+from tests.support.rounding import rounded, standard_errors
 
 SUMMARY = {"name": "unit", "num_steps": 30}
+
 QUIET = {"terminal": "off", "plots": False, "tensorboard": False}
 
 
@@ -142,3 +153,146 @@ def test_steps_that_could_not_be_written_are_a_fault_and_stay_in_the_state(tmp_p
     second.refuse_lost_steps()
     assert [record["a"] for record in read_metrics(tmp_path)] == [1.0, 2.0]
     assert "unwritten" not in second.state_dict()
+
+
+def quadratic_gradients(rng: np.random.Generator, num: int) -> tuple[np.ndarray, float]:
+    """Per-sample gradients ``[num, D]`` of ½(θ−x)ᵀH(θ−x) with x ~ N(0, Σ), and the true tr(HΣH) / |Hθ|²."""
+    dims = 50
+    hessian = np.diag(np.linspace(0.5, 2.0, dims))
+    theta, std = np.full(dims, 0.3), np.linspace(0.5, 3.0, dims)
+    samples = rng.standard_normal((num, dims)) * std
+    truth = float((np.diag(hessian) ** 2 * std**2).sum() / ((hessian @ theta) ** 2).sum())
+    return (theta - samples) @ hessian, truth
+
+
+@pytest.mark.parametrize("sizes", [[16] * 8, [8, 8, 16, 16, 16, 32, 32]], ids=["equal", "unequal"])
+def test_noise_scale_of_a_quadratic(sizes):
+    rng = np.random.default_rng(0)
+    total, scale = sum(sizes), GradientNoiseScale(decay=0.99)
+    seen = []
+    for _ in range(300):
+        gradients, truth = quadratic_gradients(rng, total)
+        parts = np.split(gradients, np.cumsum(sizes)[:-1])
+        sq_small, size = small_batch([float((part.mean(0) ** 2).sum()) for part in parts], sizes)
+        estimate = scale.observe(sq_small, float((gradients.mean(0) ** 2).sum()), size, total)
+        seen.append(noise_scale_parts(sq_small, float((gradients.mean(0) ** 2).sum()), size, total))
+    # The estimate is a ratio of means, both with the weights of decay 0.99: its relative error is that of their ratio.
+    grad_sq, trace = np.array(seen).T
+    weights = 0.99 ** np.arange(300)
+    draws = weights.sum() ** 2 / (weights**2).sum()
+    error = standard_errors((trace / trace.mean() - grad_sq / grad_sq.mean()).std(ddof=1), draws)
+    assert error < 0.2
+    assert abs(estimate / truth - 1) < error
+
+
+def test_noise_scale_parts_undo_the_expectations():
+    grad_sq, trace = 3.0, 40.0
+    parts = noise_scale_parts(grad_sq + trace / 8, grad_sq + trace / 64, 8, 64)
+    assert parts == rounded((grad_sq, trace))
+    with pytest.raises(ValueError, match="small one first"):
+        noise_scale_parts(1.0, 1.0, 8, 8)
+
+
+def test_noise_drowning_the_signal_is_not_a_number():
+    scale = GradientNoiseScale(0.9)
+    assert math.isnan(scale.observe(10.0, 0.5, 8, 64))
+
+
+def test_noise_monitor_resumes_and_passes_over_overflows():
+    inputs = [
+        {
+            "actor/grad_norm": g,
+            "noise/sq_small": 2 + g,
+            "noise/sq_big": 1.0,
+            "noise/batch_small": 4,
+            "noise/batch_big": 8,
+        }
+        for g in (1.0, math.inf, 3.0, 2.0)
+    ]
+    whole = NoiseMonitor(0.5)
+    expected = [whole.observe(metrics) for metrics in inputs]
+    first, second = NoiseMonitor(0.5), NoiseMonitor(0.5)
+    observed = [first.observe(metrics) for metrics in inputs[:2]]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert observed + [second.observe(metrics) for metrics in inputs[2:]] == expected
+    # Weights 1/2, 1/4, 1/8 from the newest back, the overflow left out.
+    assert expected[-1]["noise/grad_norm_ema"] == rounded((2 / 2 + 3 / 4 + 1 / 8) / (7 / 8))
+    assert expected[1]["noise/grad_norm_ema"] == 1.0
+    assert second.observe({"loss": 1.0}) == {}
+
+
+def test_running_mean_has_no_start_bias():
+    mean = RunningMean(0.99)
+    assert math.isnan(mean.observe(math.nan))
+    assert [mean.observe(5.0) for _ in range(3)] == rounded([5.0] * 3)
+
+
+def test_it_is_the_pearson_correlation_and_survives_a_restart():
+    rng = np.random.default_rng(0)
+    steps = np.arange(1000, 1060)
+    values = 1e6 + 0.01 * steps + rng.normal(size=60)
+    straight, first, second = StepCorrelation(), StepCorrelation(), StepCorrelation()
+    observed = [straight.observe(int(s), v) for s, v in zip(steps, values)]
+    for s, v in zip(steps[:30], values[:30]):
+        first.observe(int(s), v)
+    second.load_state_dict(first.state_dict())
+    resumed = [second.observe(int(s), v) for s, v in zip(steps[30:], values[30:])]
+    assert observed[:2] == [None, None]
+    assert resumed == observed[30:]
+    spread = 1e6  # over deviations near 1: a mean of values near 1e6 loses that many digits of theirs
+    for n in (3, 17, 60):
+        assert observed[n - 1] == rounded(np.corrcoef(steps[:n], values[:n])[0, 1], roundings=8 * n, scale=spread)
+
+
+def test_constant_and_broken_values():
+    correlation = StepCorrelation()
+    assert [correlation.observe(step, 2.0) for step in range(5)] == [None] * 5
+    before = correlation.state_dict()
+    assert correlation.observe(5, float("nan")) is None
+    assert correlation.state_dict() == before
+    assert correlation.observe(6, 3.0) > 0
+
+
+def test_phase_times_and_overhead_add_up():
+    now = [100.0]
+    timer = PhaseTimer(clock=lambda: now[0])
+
+    def work(name: str, seconds: float, tokens: int = 0) -> None:
+        with timer.phase(name) as span:
+            span.tokens = tokens
+            now[0] += seconds
+
+    work("generate", 4.0, tokens=200)
+    work("reward", 1.0)
+    with timer.phase("update"):
+        work("old_logprobs", 1.0)
+        work("pack", 0.5)
+        with timer.phase("forward_backward"):
+            work("optimizer", 1.0)  # inside an engine phase: part of it, not counted twice
+            now[0] += 2.0
+    now[0] += 0.5
+    metrics = timer.collect()
+    assert metrics["perf/time/step"] == 10.0
+    assert metrics["perf/time/update"] == 4.5
+    assert metrics["perf/time/forward_backward"] == 3.0
+    assert metrics["perf/tokens_per_s/generate"] == 50.0
+    assert metrics["perf/overhead_frac"] == rounded(0.2)  # 10 - 4 - 1 - 3
+    assert metrics["perf/peak_mem_gib"] > 0
+    now[0] += 1.0  # between the steps: logging
+    work("generate", 3.0)
+    assert timer.collect()["perf/overhead_frac"] == rounded(0.25)
+
+
+def test_a_phase_that_raises_is_still_timed():
+    now = [0.0]
+    timer = PhaseTimer(clock=lambda: now[0])
+
+    def fail() -> None:
+        with timer.phase("generate"):
+            now[0] += 2.0
+            raise KeyError("lost")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert timer.current is None
+    assert timer.collect()["perf/time/generate"] == 2.0

@@ -18,11 +18,15 @@ from megatron_rl.monitor.samples import (
     printable,
     read_samples,
     render,
+    repetition_fraction,
     rho_summary,
+    rollout_metrics,
     shorten,
 )
 from megatron_rl.types import Group, Prompt, Rollout
 from tests.support.groups import any_response
+from tests.support.groups import group as group_of
+from tests.support.rounding import rounded
 
 HOSTILE = "\x1b]0;owned\x07\x9b31m<script>alert(1)</script>\r\u202egnp.exe\u2028\ud800\nstep 9, best: forged"
 
@@ -171,3 +175,26 @@ def test_a_sample_of_other_types_is_named(tmp_path, wrong):
     odd = {"prompt": [3], "response": {"a": 1}, "reward": ["x"], "rho": {"mean": None}, "length": {}, "answer": 3.5}
     file.write_text(f"{json.dumps(good | odd)}\n{'[' * 100_000}\n")
     assert [render(sample) for sample in read_samples(file)]  # the last line is taken for a torn one
+
+
+def test_repetition_fraction():
+    assert repetition_fraction(list(range(100)), 4) == 0.0
+    assert repetition_fraction([1, 2, 3], 4) == 0.0
+    loop = [1, 2, 3, 4, 5] * 20  # 97 four-grams, 5 of them different
+    assert repetition_fraction(loop, 4) == rounded(92 / 97)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 3, 500).tolist()
+    grams = [tuple(tokens[i : i + 5]) for i in range(496)]
+    assert repetition_fraction(tokens, 5) == rounded(1 - len(set(grams)) / 496)
+
+
+def test_rollout_metrics():
+    groups = [group_of([1.0, 0.0], [[5] * 10, [1, 2]]), group_of([0.5, 0.5], [[1], [1, 2, 3]], reason="length")]
+    metrics = rollout_metrics(groups, ngram=2)
+    assert metrics["critic/rewards/mean"] == 0.5
+    assert (metrics["response_length/mean"], metrics["response_length/max"]) == (4.0, 10.0)
+    assert metrics["response_length/clip_ratio"] == 0.5
+    assert metrics["groups/no_signal_frac"] == 0.5
+    assert metrics["response/repetition_frac"] == rounded(8 / 9 / 4)
+    assert metrics["response/repetitive_responses"] == 0.25
+    assert rollout_metrics([], 2) == {}

@@ -14,7 +14,6 @@ from unittest.mock import MagicMock
 import pytest
 
 from megatron_rl.config.monitor import MonitorConfig, SinksConfig
-from megatron_rl.errors import OwnWarning
 from megatron_rl.monitor import Monitor, read_metrics, sinks
 from megatron_rl.monitor.run_directory import RunDirectory
 from megatron_rl.monitor.sinks import ServiceSink, TensorBoardSink, missing_clients
@@ -126,34 +125,12 @@ def test_the_end_of_a_run_waits_for_a_service_no_longer_than_said(tmp_path, monk
     service.answers.set()
 
 
-def test_a_run_without_sinks_starts_no_thread(tmp_path):
-    before = set(threading.enumerate())  # threads of other tests may end meanwhile
-    with Monitor(tmp_path, MonitorConfig(terminal="off", plots=False), {}, True) as monitor:
-        monitor.record(0, {"x": 1.0})
-        assert set(threading.enumerate()) <= before
-
-
 def test_a_client_that_is_not_installed_is_named_before_anything_starts(monkeypatch):
     wanted = SinksConfig(wandb={})
     assert missing_clients(SinksConfig()) == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else object())
     (problem,) = missing_clients(wanted)
     assert problem.startswith("monitor.sinks.wandb: the package wandb is not installed; `pip install wandb`")
-
-
-def test_a_failing_service_becomes_one_warning(tmp_path):
-    monitor = Monitor(tmp_path, MonitorConfig(terminal="off", plots=False, tensorboard=False), {}, True)
-    service = Slow()
-    service.answers.set()
-    monitor._sinks["wandb"] = ServiceSink(service, RunDirectory(tmp_path).recipe)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(3):
-            monitor.record(step, {"x": 1.0})
-        monitor.close()
-    (warning,) = caught
-    assert warning.category is OwnWarning
-    assert str(warning.message).startswith("monitor: wandb failed (ConnectionError: no route to host)")
 
 
 @pytest.mark.parametrize(("folder", "times"), [("wandb/offline-run-1", 1), ("wandb/run-1", 0), ("", 0)])

@@ -1,4 +1,4 @@
-"""Metric names and numbers against numpy, numbers close to agreement, and no wait for the device."""
+"""Metric names and numbers against numpy, by the age of weights too, and no wait for the device."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from megatron_rl.config import ObjectiveConfig
+from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.objective import (
     POLICY_TERMS,
     NoiseKey,
     ObjectiveInputs,
     compute_denominators,
     compute_objective,
+    finalize_metrics,
 )
-from megatron_rl.objective.metrics import mismatch_metrics
-from tests.support.rounding import assert_rounded, gamma, rounded
+from megatron_rl.objective.aggregation import MetricStats
+from megatron_rl.objective.metrics import EDGES, LABELS, PLACE_EDGES, log_rho_edges, mismatch_metrics, place_labels
+from tests.support.rounding import CLOSED_FORM, assert_rounded, gamma, rounded, unit_roundoff
 from tests.unit.objective.batches import BATCH, EXTREMES, packed, padded, random_batch
 from tests.unit.objective.reference import TERMS, reference_mismatch, term_values
 
 GAP = 1e-3  # relative difference of two engines' log-probs
+
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
 
 
@@ -191,3 +194,142 @@ def test_a_gpu_is_never_waited_for_and_agrees_with_the_cpu(term):
     (gradient,) = torch.autograd.grad(want.loss, real.current_logprobs)
     assert_rounded(inputs.current_logprobs.grad.cpu()[mask], gradient[mask], BATCH)
     assert result.metrics == rounded(want.metrics, BATCH)
+
+
+DETAIL = ObjectiveConfig.model_validate({"mismatch_detail": True, "prob_bands": [0.1, 0.5]})
+
+ROUNDING = CLOSED_FORM * unit_roundoff()  # of a logarithm around 0
+
+BANDS = {"0-0.1": (0.0, 0.1), "0.1-0.5": (0.1, 0.5), "0.5-1": (0.5, 1.0)}
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return random_batch(3, num_sequences=40)
+
+
+def reference(batch) -> dict[str, float]:
+    po, mu = (np.array([x for s in batch for x in getattr(s, name)]) for name in ("po", "mu"))
+    d, rho = po - mu, np.exp(po - mu)
+    metrics = {
+        "mismatch/prob_diff_max": (np.exp(po) - np.exp(mu)).max(),
+        "mismatch/prob_diff_min": (np.exp(po) - np.exp(mu)).min(),
+        "mismatch/total_variation": np.abs(rho - 1).mean() / 2,
+        "mismatch/log_rho_std": d.std(ddof=1),
+        "mismatch/abs_log_rho_sum": np.abs(d).sum() / sum(len(s) > 0 for s in batch),
+    }
+    for label, (low, high) in BANDS.items():
+        inside = (np.exp(po) >= low) & (np.exp(po) < high)
+        metrics[f"mismatch/rho_std/{label}"] = rho[inside].std(ddof=1)
+    for name, values in (("mu", mu), ("po", po)):
+        counts, _ = np.histogram(np.exp(values), 20, (0, 1))
+        for i, count in enumerate(counts):
+            metrics[f"mismatch/{name}_share/{i / 20:g}-{(i + 1) / 20:g}"] = count / len(values)
+    position = np.concatenate([np.arange(len(s)) for s in batch])
+    lengths = np.array([len(s) for s in batch])
+    sums = np.array([abs(np.sum(np.subtract(s.po, s.mu))) for s in batch])
+    for i, label in enumerate(place_labels()):
+        here = np.digitize(position, PLACE_EDGES) == i
+        of_length = (np.digitize(lengths, PLACE_EDGES) == i) & (lengths > 0)
+        if here.any():
+            metrics[f"mismatch/abs_log_rho/position/{label}"] = np.abs(d[here]).mean()
+        if of_length.any():
+            metrics[f"mismatch/log_ppl_abs_diff_sum/length/{label}"] = sums[of_length].mean()
+            bound = 2 * metrics["mismatch/total_variation"] * (lengths[of_length] ** 2).mean()
+            metrics[f"mismatch/gradient_bound/length/{label}"] = bound
+    return metrics
+
+
+@pytest.mark.parametrize("form", [padded, packed])
+def test_every_figure_is_its_formula(batch, form):
+    inputs, _ = form(batch)
+    detailed, plain = (compute_objective(inputs, config).metrics for config in (DETAIL, ObjectiveConfig()))
+    want = reference(batch)
+    assert {name: detailed[name] for name in want} == rounded(want, BATCH)
+    quantiles = {name for name in detailed if "/rho_q" in name}
+    assert set(detailed) - set(want) - quantiles <= set(plain) | {
+        f"mismatch/rho_{kind}/{label}" for kind in ("mean", "count") for label in BANDS
+    }, "nothing else"
+
+
+@pytest.mark.parametrize("form", [padded, packed])
+def test_quantiles_lie_in_the_bin_of_the_exact_ones(batch, form):
+    inputs, _ = form(batch)
+    measured = compute_objective(inputs, DETAIL).metrics
+    po, mu = (np.array([x for s in batch for x in getattr(s, name)]) for name in ("po", "mu"))
+    edges = np.array([-20.0, *log_rho_edges(), 20.0])
+    for label, (low, high) in BANDS.items():
+        log_rho = np.sort((po - mu)[(np.exp(po) >= low) & (np.exp(po) < high)])
+        for share in (0.05, 0.5, 0.95):
+            exact = log_rho[int(np.ceil(share * len(log_rho))) - 1]
+            bin_of = np.digitize(exact, edges)
+            interpolated = np.log(measured[f"mismatch/rho_q{100 * share:02.0f}/{label}"])
+            assert edges[bin_of - 1] - ROUNDING <= interpolated <= edges[bin_of] + ROUNDING
+
+
+def test_parts_of_a_minibatch_add_up(batch):
+    inputs, _ = padded(batch)
+    whole = compute_objective(inputs, DETAIL)
+    counts = compute_denominators(inputs, DETAIL)
+
+    def part(rows: slice) -> MetricStats:
+        tensors = {k: None if v is None else v[rows] for k, v in vars(inputs).items()}
+        return compute_objective(ObjectiveInputs(**tensors), DETAIL, counts).stats
+
+    merged = finalize_metrics(MetricStats.merge([part(slice(0, 13)), part(slice(13, 40))]))
+    assert merged == rounded(whole.metrics, BATCH)
+
+
+def test_it_is_off_unless_asked_for(batch):
+    inputs, _ = padded(batch)
+    names = set(compute_objective(inputs, ObjectiveConfig()).metrics)
+    assert not any("position" in name or "length/" in name or "_q05" in name or "share" in name for name in names)
+
+
+NAMES = ("share", "log_rho_mean", "log_rho_std", "k3")
+
+
+def aged_batch(seed: int, lengths: list[int], distances: bool = True) -> ObjectiveInputs:
+    random, total = np.random.default_rng(seed), sum(lengths)
+    logprobs = torch.from_numpy(-random.random((2, total)) - 0.1)
+    return ObjectiveInputs(
+        current_logprobs=logprobs[0].requires_grad_(),
+        old_logprobs=logprobs[0].detach() + 0.01,
+        inference_logprobs=logprobs[1],
+        advantages=torch.ones(len(lengths), dtype=torch.float64),
+        loss_mask=torch.from_numpy(random.random(total) < 0.8),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
+        distances=torch.from_numpy(random.choice([0, 1, 2, 4, 17, 300], total)) if distances else None,
+    )
+
+
+def metrics(parts: list[ObjectiveInputs]) -> dict[str, float]:
+    config = ObjectiveConfig(max_response_length=64)
+    return finalize_metrics(MetricStats.merge([compute_objective(part, config).stats for part in parts]))
+
+
+def test_labels():
+    assert LABELS == ["0", "1", "2", "3-4", "5-8", "9-16", "17-"]
+
+
+def test_each_age_has_the_moments_of_its_tokens_over_any_split():
+    parts = [aged_batch(0, [30, 50]), aged_batch(1, [64, 3])]
+    measured = metrics(parts)
+    mask = torch.cat([part.loss_mask for part in parts])
+    distance = torch.cat([part.distances for part in parts])[mask].numpy()
+    log_rho = torch.cat([part.old_logprobs - part.inference_logprobs for part in parts])[mask].numpy()
+    for label, low, high in zip(LABELS, EDGES, [*EDGES[1:], np.inf]):
+        here = log_rho[(low <= distance) & (distance < high)]
+        names = {name for name in NAMES if f"mismatch/{name}/distance/{label}" in measured}
+        assert names == (set(NAMES) if len(here) else set())
+        if len(here):
+            k3 = np.exp(here) - 1 - here
+            plain = (len(here) / len(log_rho), here.mean(), here.std(ddof=1), k3.mean())
+            for name, expected in zip(NAMES, plain, strict=True):
+                assert measured[f"mismatch/{name}/distance/{label}"] == rounded(expected, 8 * len(log_rho))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_without_ages_everything_else_is_the_same(seed):
+    with_them, without = (metrics([aged_batch(seed, [30, 50], known)]) for known in (True, False))
+    assert {name: value for name, value in with_them.items() if "/distance/" not in name} == without

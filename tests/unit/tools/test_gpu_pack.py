@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.gpu import pack
-from tools.gpu.pack import CONTAINER, MAGIC, Loads, Unreadable, containers, emptied, prove
+from tools.gpu.pack import CONTAINER, MAGIC, containers, emptied, prove
 
 ELF, PTX, SM = 2, 1, 90
 member = st.tuples(st.sampled_from([PTX, ELF]), st.sampled_from([75, 80, 90, 100, 120]), st.binary(min_size=1))
@@ -75,23 +75,6 @@ def test_a_change_is_seen(what):
     after[place] ^= 1
     with pytest.raises((AssertionError, ValueError)):
         prove(before, after, SM)
-
-
-@pytest.mark.parametrize(("at", "value"), [(64 + 8, 1 << 40), (64 + 16 + 4, 8), (64 + 16 + 8, 1 << 40)])
-def test_a_container_of_another_form_is_left_alone(at, value):
-    """Its length, a member's header, a member's length."""
-    data = bytearray(library(FILLED))
-    struct.pack_into("<Q" if value > 8 else "<I", data, at, value)
-    with pytest.raises(Unreadable):
-        emptied(bytes(data), SM)
-
-
-def test_loads_together_are_what_was_packed(tmp_path):
-    loads = Loads(tmp_path, 10)
-    for data in (b"12345", b"6" * 23, b"", b"78"):
-        loads.write(data)
-    assert loads.sizes == [10, 10, 10]
-    assert b"".join(file.read_bytes() for file in sorted(tmp_path.iterdir())) == b"12345" + b"6" * 23 + b"78"
 
 
 def test_a_wheel_is_unpacked_with_small_libraries(tmp_path, capsys):

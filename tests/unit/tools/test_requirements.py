@@ -107,15 +107,6 @@ def test_the_containerfile_can_be_read():
             assert all((ROOT / source).exists() for source in text.split()[:-1]), text
 
 
-def test_variables_of_the_containerfile_are_set_before_they_are_used():
-    known = {"PATH"}
-    for name, text in instructions():
-        used = set(re.findall(r"\$\{?([A-Z_]+)", text))
-        assert used <= known, f"{name} {text}: {used - known}"
-        if name in ("ARG", "ENV"):
-            known |= set(re.findall(r"([A-Z_]+)=", text))
-
-
 def test_the_image_is_built_on_the_cuda_and_python_of_the_requirements():
     base = next(text for name, text in instructions() if name == "ARG")
     (cuda,) = re.findall(r"nvidia/cuda:(\d+)\.\d+\.\d+-devel", base)
@@ -123,17 +114,6 @@ def test_the_image_is_built_on_the_cuda_and_python_of_the_requirements():
     assert f"core-cu{cuda}]" in CUDA
     (python,) = set(re.findall(r"python(3\.\d+)", CONTAINERFILE))
     assert python in re.search(r"Python ([\d. or]+),", CUDA)[1]
-
-
-def test_the_context_of_a_build_leaves_out_what_git_does():
-    ignored = [line.strip("/").removeprefix("**/") for line in (ROOT / ".gitignore").read_text().splitlines() if line]
-    left_out = {
-        line.removeprefix("**/")
-        for line in (ROOT / ".dockerignore").read_text().splitlines()
-        if not line.startswith("#")
-    }
-    assert set(ignored) <= left_out
-    assert ".git" in left_out
 
 
 def test_the_readme_installs_the_same_list():

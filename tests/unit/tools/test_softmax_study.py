@@ -38,9 +38,3 @@ def test_the_two_divergences_are_two_things():
     half, quarter = 0.5 + EMPTY_BIN, 0.25 + EMPTY_BIN
     want = half * math.log(half / quarter) + EMPTY_BIN * math.log(EMPTY_BIN / quarter)
     assert histogram_kl(exact, moved) == rounded(want)
-
-
-def test_a_seed_is_one_draw():
-    first, again, other = study(3, 4000), study(3, 4000), study(4, 4000)
-    assert first == again
-    assert first["std"] != other["std"]

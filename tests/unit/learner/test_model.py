@@ -1,25 +1,32 @@
-"""What the learner does on a GPU before it has one: devices, groups, layers, refusals. The device is replaced."""
+"""What the learner does on a GPU before it has one (the device is replaced), and asks of Megatron."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.config.learner import LearnerConfig, ParallelConfig
+from megatron_rl.config.learner import LearnerConfig, ParallelConfig, PrecisionConfig
+from megatron_rl.config.model_rules import stage_layers
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.exact import invariant
 from megatron_rl.layers import attention
 from megatron_rl.learner import learner as learner_module
 from megatron_rl.learner import model, optimizer, process_groups
-from megatron_rl.model.architecture import read_architecture
+from megatron_rl.learner.model import _uneven_stages, mark_expert_parameters, mark_whole_parameters
+from megatron_rl.model.architecture import KNOWN_MODELS, architecture_from, read_architecture
 from megatron_rl.monitor import run_directory
 from megatron_rl.monitor.monitor import PhaseTimer, peak_memory_gib
 from tests.support.tiny import MODEL, tiny_recipe
@@ -193,3 +200,96 @@ def test_a_phase_ends_when_its_kernels_have(monkeypatch):
     assert order[-2:] == ["synchronized", "clock"]
     assert order.count("synchronized") == 1, "a phase without kernels waits for none"
     assert peak_memory_gib() == 3.0
+
+
+class SecondRank:
+    """A tensor-parallel group as its second rank sees it, where copies do not count."""
+
+    def rank(self) -> int:
+        return 1
+
+
+class GroupedWeights(torch.nn.Module):
+    """One discrete weight per expert, unmarked, as TransformerEngine's GroupedLinear has them."""
+
+    def __init__(self, num_experts: int):
+        super().__init__()
+        for expert in range(num_experts):
+            self.register_parameter(f"weight{expert}", torch.nn.Parameter(torch.zeros(2, 2)))
+
+
+def layer(**experts: torch.nn.Module) -> torch.nn.Module:
+    mlp = torch.nn.Module()
+    mlp.experts = torch.nn.ModuleDict(experts)
+    mlp.router = torch.nn.Linear(2, 2, bias=False)
+    model = torch.nn.Module()
+    model.mlp = mlp
+    return model
+
+
+@pytest.mark.parametrize("megatrons", [None, False, True])
+def test_expert_weights_are_no_copies_whatever_their_layers_mark(megatrons):
+    model = layer(linear_fc1=GroupedWeights(2), linear_fc2=GroupedWeights(2))
+    for parameter in model.mlp.experts.parameters() if megatrons is not None else ():
+        set_tensor_model_parallel_attributes(parameter, megatrons, 1, 2)
+    mark_expert_parameters(model)
+    for name, parameter in model.named_parameters():
+        is_expert = "experts" in name
+        assert param_is_not_tensor_parallel_duplicate(parameter, SecondRank()) == is_expert, name
+        assert getattr(parameter, "allreduce", True) != is_expert, name
+        assert not is_expert or not parameter.sequence_parallel
+
+
+def test_projections_to_latent_vectors_count_once_whatever_their_layers_mark():
+    model = torch.nn.ModuleDict(
+        {n: torch.nn.Linear(2, 2, bias=False) for n in ("linear_kv_down_proj", "linear_q_proj")}
+    )
+    for parameter in model.parameters():
+        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+    mark_whole_parameters(model)
+    counts = {n: param_is_not_tensor_parallel_duplicate(p, SecondRank()) for n, p in model.named_parameters()}
+    assert counts == {"linear_kv_down_proj.weight": False, "linear_q_proj.weight": True}
+
+
+GPT_OSS = architecture_from(KNOWN_MODELS["gpt-oss-20b-bf16"])
+
+CPU = torch.device("cpu")
+
+
+def test_transformer_engines_layers_are_refused(monkeypatch):
+    monkeypatch.setattr(model, "use_transformer_engine", lambda device, exact=False: True)
+    with pytest.raises(InputError, match=r"gpt_oss has attention sinks.* uninstall transformer-engine"):
+        model.build_model(GPT_OSS, LearnerConfig(), CPU)
+
+
+def test_megatrons_fields_say_windows_sinks_biases_and_activation():
+    config = model.transformer_config(GPT_OSS, LearnerConfig(), CPU, PrecisionConfig())
+    assert config.window_size == (127, 0)
+    assert config.window_attn_skip_freq == [1, 0] * 12
+    assert (config.softmax_type, config.add_bias_linear, config.add_qkv_bias) == ("learnable", True, True)
+    assert (config.activation_func_clamp_value, config.glu_linear_offset) == (7.0, 1.0)
+    assert torch.equal(config.activation_func(torch.ones(1)), torch.sigmoid(torch.tensor([1.702])))
+    assert (config.yarn_rotary_scaling_factor, config.yarn_correction_range_round_to_int) == (32.0, False)
+    plain = architecture_from(KNOWN_MODELS["Qwen3-30B-A3B"])
+    others = model.transformer_config(plain, LearnerConfig(), CPU, PrecisionConfig())
+    assert (others.softmax_type, others.window_size, others.add_bias_linear) == ("vanilla", None, False)
+    assert not hasattr(others, "yarn_rotary_scaling_factor")
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(94, 8), (61, 16), (5, 2), (94, 4), (48, 4), (7, 3)])
+def test_megatron_builds_the_layers_of_each_stage(layers, stages, monkeypatch):
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=stages,
+        pipeline_dtype="bf16",
+        **_uneven_stages(layers, stages),
+    )
+    monkeypatch.setattr(
+        transformer_block,
+        "parallel_state",
+        SimpleNamespace(get_virtual_pipeline_model_parallel_world_size=lambda: None),
+    )
+    built = [transformer_block.get_num_layers_to_build(config, pp_rank=rank) for rank in range(stages)]
+    assert built == stage_layers(layers, stages)
