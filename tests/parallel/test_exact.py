@@ -76,7 +76,6 @@ def jobs_for(world_size: int, model: str = str(MODEL)) -> dict:
         jobs |= {f"sizes {dtype}": ("gate_over_sizes", {"dtype": dtype, "sizes": STEPS}) for dtype in DTYPES}
         jobs["broken step"] = ("broken_step", {"layer": 2})
         jobs["schedules"] = ("schedules", {"dtype": "bf16"})
-        jobs["time"] = ("time_of_the_gate", {})
         jobs["changed"] = ("changed_weights", {})
         jobs["doses"] = ("doses", {"kinds": DOSES})
     elif world_size == 2:
@@ -196,33 +195,6 @@ def test_replicas_that_share_experts_take_as_many_rows_as_the_one_that_needs_mos
     plain, *others = of_rank["uneven rows"]["found"].values()
     assert len(plain) == 40
     assert others == [plain] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("results", [1], indirect=True)
-def test_counts_say_how_full_generation_was(results):
-    _, of_rank = results
-    counts, lengths = of_rank["schedules"]["counts"], of_rank["schedules"]["lengths"]
-    plain, five, small = (counts[name] for name in ("plain", "five rows", "small cache"))
-    # The first token comes with the prompt, and the second in the same turn.
-    turns = [max(1, length - 1) for length in lengths]
-    assert plain["perf/rollout_running"] == sum(turns) / max(turns)
-    assert plain["perf/rollout_waiting"] == plain["perf/rollout_preempted"] == 0.0
-    assert 1 < five["perf/rollout_running"] <= 5 < plain["perf/rollout_running"]
-    assert five["perf/rollout_waiting"] > 0 == five["perf/rollout_preempted"]
-    assert small["perf/rollout_preempted"] > 0
-    assert small["perf/rollout_pages"] <= small["perf/rollout_pages_max"] <= small["perf/rollout_pages_there"] == 7
-    assert plain["perf/rollout_pages_max"] > 7
-    assert "perf/rollout_pages" not in counts["without cache"]
-
-
-@pytest.mark.parametrize("results", [1], indirect=True)
-def test_the_cost_of_the_gate_is_a_phase_of_its_own(results):
-    """Two comparisons a step of three seconds each: after the pass for old log-probs, and in the first update."""
-    _, of_rank = results
-    times = {name: seconds for name, seconds in of_rank["time"].items() if name.startswith("perf/time/")}
-    assert times.pop("perf/time/gate") == times.pop("perf/time/step") == 6.0
-    assert set(times.values()) == {0.0}, times
 
 
 @pytest.mark.parametrize("results", [2], indirect=True)

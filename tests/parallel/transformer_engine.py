@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from pathlib import Path
 
@@ -14,15 +13,12 @@ from megatron_rl.checkpoint import conversion
 from tests.parallel.pool import Jobs
 from tests.parallel.programs.learner import largest_difference
 from tests.parallel.programs.lora import LORA, OPTIMIZER
-from tests.support.plain_training import adapters, float32_limits, relative_gradient_error
-from tests.support.rounding import CLOSED_FORM, gamma, rounded
+from tests.support.plain_training import adapters, float32_limits
 from tests.support.tiny import MODEL
 from tests.support.zygote import Zygote
 
 EPS = 1e-3  # as in test_learner_layouts.py: updates are as exact as gradients
 STEPS = 3
-FP16 = {"dtype": "fp16", "loss_scale": {"initial": 256.0, "growth_interval": 1000}}
-SMALL = 150  # tokens in a microbatch: several of them in a batch
 WEIGHTS = MODEL / "model.safetensors"
 Job = tuple[str, dict]
 
@@ -37,14 +33,6 @@ def replayed(routes: list, **section) -> Job:
 
 def lora(model: str, **section) -> Job:
     return "lora.train", {"model": model, "num_steps": 2, **section}
-
-
-def parts(tokens: int, ranks: int, first_only: bool) -> Job:
-    return "noise.part_norms", {"num_ranks": ranks, "max_tokens": tokens, "first_only": first_only}
-
-
-def updates(**section) -> Job:
-    return "noise.updates", {"num_steps": 1, "dtype": "fp32", "optimizer": {"lr": 1e-3}, **section}
 
 
 def save_after(folder: Path, section: dict) -> Job:
@@ -103,36 +91,6 @@ def same_weights(checkpoint: str, wanted: Path, folder: Path) -> None:
 def worst(result: dict, reference: dict) -> float:
     pairs = [(result["gradients"][name], gradient) for name, gradient in reference["gradients"].items()]
     return max(float((a - b).norm() / b.norm()) for a, b in pairs if b.norm() > 0)
-
-
-def same_fp16_run(got: dict, want: dict) -> None:
-    """Three steps, the second of which overflows: skipped as a whole, and gone on from."""
-    assert [step["update_skipped"] for step in want["steps"]] == [0.0, 1.0, 0.0]
-    assert got["finite"]
-    for ours, theirs in zip(got["steps"], want["steps"], strict=True):
-        same = ("scale", "lr", "overflows", "update_skipped", "num_updates", "tensor")
-        assert [ours[key] for key in same] == [theirs[key] for key in same]
-        if ours["update_skipped"]:
-            assert ours["moved"] == 0.0
-        else:
-            error = relative_gradient_error(torch.float16)
-            assert abs(ours["grad_norm"] / theirs["grad_norm"] - 1) <= error
-
-
-def same_noise(metrics: dict, wanted: dict) -> None:
-    """Against ``wanted``, of `part_norms`; the bounds are those of test_learner_noise.py."""
-    *sizes, total = wanted["sizes"]
-    *squares, whole = wanted["squares"]
-    error = float32_limits(1).gradients[0]
-    scales = [(total / size) ** 2 for size in sizes]
-    mean = sum(square * scale for square, scale in zip(squares, scales, strict=True)) / len(scales)
-    limits = [2 * math.sqrt(square) * error + error**2 for square in (whole, *squares)]
-    small = sum(limit * scale for limit, scale in zip(limits[1:], scales, strict=True)) / len(scales)
-    assert abs(metrics["noise/sq_big"] - whole) <= limits[0]
-    assert abs(metrics["noise/sq_small"] - mean) <= small < 0.01 * mean
-    roundings = CLOSED_FORM + 4 / metrics["test/relative_update"]  # of what the weights did, too
-    assert gamma(roundings, torch.float32) < 1e-3
-    assert metrics["noise/update_rms"] == rounded(metrics["test/update_rms"], roundings, scale=0, dtype=torch.float32)
 
 
 def same_adapters(got: dict, want: dict, model: str) -> None:

@@ -1,17 +1,14 @@
 """What docs/patches.md tells users of verl, slime and NeMo-RL to add gives this project's learning rates.
 
 Their packages need GPUs. Each stub below makes the calls of the trainer in its order, on one of two data-parallel
-ranks, and the code that runs in it is in `recipes/length_decay/trainers`. The scheduler is Megatron's, patched. Where
-VERL names a folder with the package, verl's own function builds it.
+ranks, and the code that runs in it is in `recipes/length_decay/trainers`. The scheduler is Megatron's, patched.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -165,57 +162,6 @@ def test_verl(monkeypatch, scheduler_class, other_rank, nested):
         scheduler.step(1)
     expect_equal(rates, 1)
     worker.observe_length(SimpleNamespace(lr_scheduler=None), {})  # an engine that is not Megatron's
-
-
-if VERL := os.environ.get("VERL"):  # a folder that holds the package verl: unpacked, installed, or a checkout
-
-    def test_verls_own_scheduler(monkeypatch, scheduler_class, other_rank):
-        """The package's function that builds the scheduler, with the argument that the document adds to its call."""
-        for name in ("verl", "verl.utils", "verl.utils.megatron"):  # their __init__ needs ray; these files do not
-            module(monkeypatch, name, __path__=[str(Path(VERL, *name.split(".")))])
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-        argument = re.search(r"`(length_decay_config=LengthDecayConfig\(mode=\"auto\"\))`", DOCUMENT)[1]
-        text = Path(VERL, "verl", "utils", "megatron", "optimizer.py").read_text()
-        last = r"(= OptimizerParamScheduler\(\n[^()]*(?:\([^()]*\)[^()]*)*)\)\n"
-        text, calls = re.subn(last, rf"\1    {argument},\n    )\n", text)
-        assert calls == 1
-        text = f"from megatron.core.length_decay import LengthDecayConfig\n{text}"
-        verl = module(monkeypatch, "verl.utils.megatron.optimizer", text)
-        worker = module(monkeypatch, "verl_worker", code("verl_engine_workers.py"))
-        config = Options(
-            lr=PEAK,
-            lr_warmup_init=0.0,
-            min_lr=FLOOR,
-            lr_warmup_steps=WARMUP,
-            lr_decay_style="length-decay",
-            total_training_steps=NUM_BATCHES,
-            weight_decay=0.1,
-            weight_decay_incr_style="constant",
-            use_checkpoint_opt_param_scheduler=False,
-            lr_wsd_decay_style="exponential",
-            lr_decay_steps=None,
-        )
-        optimizer, rates = SimpleNamespace(param_groups=[{"wd_mult": 1.0}]), []
-        scheduler = verl.get_megatron_optimizer_param_scheduler(optimizer, config)
-        engine = SimpleNamespace(lr_scheduler=scheduler, get_data_parallel_group=lambda: "data parallel")
-        for lengths in LENGTHS:
-            other_rank["adds"] = torch.tensor([sum(lengths[3:]), len(lengths[3:])])
-            masks = [torch.ones(length, dtype=torch.int64) for length in lengths[:3]]
-            worker.observe_length(engine, Batch(loss_mask=torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)))
-            rates.append(verl.get_megatron_last_lr(optimizer))
-            scheduler.step(1)
-        expect_equal(rates, 1)
-        workers = Path(VERL, "verl", "workers")  # what the document says of them
-        assert "def train_mini_batch(self, data: TensorDict)" in (workers / "engine_workers.py").read_text()
-        engine_text = (workers / "engine" / "megatron" / "transformer_impl.py").read_text()
-        assert "self.lr_scheduler.step(1)" in engine_text
-        assert "def get_data_parallel_group(self):" in engine_text
-
-
-class Options(dict):
-    """Options by name and by `get`, as trainers have them."""
-
-    __getattr__ = dict.__getitem__
 
 
 class Batch(dict):

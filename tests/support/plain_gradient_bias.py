@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +20,6 @@ from tests.support.tiny import MODEL, stored_rollouts
 STEP = 3  # of the stored rollouts
 PARTS = 4
 FIGURES = ("gradient norm", "reference norm", "norm ratio", "cosine", "bias norm", "variance", "reference variance")
-Change = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 def shifts(case: str, batch: Batch) -> list[np.ndarray]:
@@ -45,8 +43,8 @@ class Gradients:
     reference: np.ndarray
 
 
-def gradients(case: str, dtype: torch.dtype, change: Change = lambda weights: weights) -> Gradients:
-    """Of the start's weights; ``change`` replaces the reference's importance weights, one tensor a sequence."""
+def gradients(case: str, dtype: torch.dtype) -> Gradients:
+    """Of the start's weights."""
     batch, model = stored_rollouts(STEP), load(MODEL, dtype)
     trained = list(model.parameters())
     everything, gradients = list(range(len(batch.sequences))), ([], [])
@@ -54,7 +52,7 @@ def gradients(case: str, dtype: torch.dtype, change: Change = lambda weights: we
     for k in range(PARTS):
         part = everything[len(everything) * k // PARTS : len(everything) * (k + 1) // PARTS]
         pi = _logprobs(model, Batch(batch.step, [batch.sequences[i] for i in part], []))
-        ratios = _importance_weights(case, batch, part, [x.detach() for x in pi], change)
+        ratios = _importance_weights(case, batch, part, [x.detach() for x in pi])
         for weights, into in (([torch.ones_like(x) for x in pi], gradients[0]), (ratios, gradients[1])):
             terms = [
                 -float(batch.sequences[i].advantage) * (w * x)[torch.from_numpy(batch.sequences[i].loss_mask)].sum()
@@ -72,9 +70,7 @@ def _logprobs(model: torch.nn.Module, batch: Batch) -> list[torch.Tensor]:
     return list(chosen.split([s.length for s in batch.sequences]))
 
 
-def _importance_weights(
-    case: str, batch: Batch, part: list[int], po: list[torch.Tensor], change: Change
-) -> list[torch.Tensor]:
+def _importance_weights(case: str, batch: Batch, part: list[int], po: list[torch.Tensor]) -> list[torch.Tensor]:
     weights = []
     for i, x in zip(part, po, strict=True):
         mu = (x.numpy() + shifts(case, batch)[i]).astype(np.float32)  # as the rank program stores it
@@ -83,7 +79,7 @@ def _importance_weights(
             masked = log_rho[torch.from_numpy(batch.sequences[i].loss_mask)]
             log_rho = masked.sum().expand_as(log_rho)
         weights.append(log_rho.exp())
-    return change(weights)
+    return weights
 
 
 def figures(both_gradients: Gradients) -> dict[str, float]:

@@ -95,10 +95,9 @@ def run(
     eps: float = 1e-8,
     path: str = str(MODEL),
     mutate: Mutation | None = None,
-    mutate_gradients: Mutation | None = None,
 ) -> Updates:
     """`run_on` with ``num_steps`` batches of stored rollouts. Several tests read one run: change nothing in it."""
-    return _run(dtype, num_steps, minibatches, lr, eps, path, mutate, mutate_gradients)
+    return _run(dtype, num_steps, minibatches, lr, eps, path, mutate)
 
 
 @functools.lru_cache(maxsize=8)
@@ -113,11 +112,9 @@ def run_on(
     eps: float = 1e-8,
     path: str = str(MODEL),
     mutate: Mutation | None = None,
-    mutate_gradients: Mutation | None = None,
     replay: bool = False,
 ) -> Updates:
-    """Updates on ``batches``; ``mutate`` changes the model beforehand, ``mutate_gradients`` each update's gradients,
-    ``replay`` gives it the routes of ``batches``."""
+    """Updates on ``batches``; ``mutate`` changes the model before, ``replay`` gives it the routes of ``batches``."""
     model = load(path, dtype)
     if mutate:
         mutate(model)
@@ -134,7 +131,7 @@ def run_on(
         for part, old_logprobs in zip(parts, old):
             seen: list[np.ndarray] = []
             with watched_routers(model, part, seen, replay):
-                _update(model, optimizer, part, old_logprobs, updates, mutate_gradients)
+                _update(model, optimizer, part, old_logprobs, updates)
             updates.router_logits.append(np.concatenate(seen) if seen else np.zeros((0, 2)))
     with torch.no_grad():
         updates.after = _double(logprobs(model, stored_rollouts(100)))
@@ -144,7 +141,7 @@ def run_on(
     return updates
 
 
-def _update(model, optimizer, batch: Batch, old: torch.Tensor, updates: Updates, mutate: Mutation | None) -> None:
+def _update(model, optimizer, batch: Batch, old: torch.Tensor, updates: Updates) -> None:
     x = logits(model, batch).log_softmax(-1)
     labels = torch.cat([torch.from_numpy(s.tokens).long() for s in batch.sequences])
     current = x.gather(1, labels[:, None]).squeeze(1)
@@ -155,8 +152,6 @@ def _update(model, optimizer, batch: Batch, old: torch.Tensor, updates: Updates,
     loss = terms[mask].sum() / mask.sum()
     optimizer.zero_grad()
     loss.backward()
-    if mutate:
-        mutate(model)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters() if p.requires_grad]
     updates.gradients.append(np.concatenate([_double(gradient).ravel() for gradient in gradients]))
     updates.logprobs.append(_double(current))
@@ -309,7 +304,7 @@ def relative_norm_error(num_batches: int, num_sequences: int, path: str = str(MO
         for batch in batches:
             with torch.no_grad():
                 old = logprobs(model, batch)
-            _update(model, nothing, batch, old, updates, None)
+            _update(model, nothing, batch, old, updates)
         return np.array([np.linalg.norm(gradient) for gradient in updates.gradients])
 
     single, double = norms(torch.float32), norms(torch.float64)

@@ -22,10 +22,8 @@ from megatron_rl.exact.decode import GIB, CacheShape
 from megatron_rl.exact.generator import ExactGenerator
 from megatron_rl.exact.invariant import BatchInvariant
 from megatron_rl.exact.step import StepForward
-from megatron_rl.learner import bit_check
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.process_groups import initialize
-from megatron_rl.monitor.monitor import PhaseTimer
 from megatron_rl.process.ranks import gather_objects
 from megatron_rl.rollout import Generator, Sampling
 from megatron_rl.rollout.requests import everywhere
@@ -210,21 +208,6 @@ def who_holds_what(parallel: dict[str, int]) -> dict[str, Any]:
 def _ranks_of(flags: list[list[bool]]) -> list[list[int]]:
     """[ranks][items] → of each item the ranks that say yes."""
     return [[rank for rank, flag in enumerate(column) if flag] for column in zip(*flags, strict=True)]
-
-
-def time_of_the_gate() -> dict[str, float]:
-    """`perf/*` of an update, on a clock that stands still but for three seconds in each comparison of the gate."""
-    now = [0.0]
-
-    def slow(*arguments: Any) -> float:
-        now[0] += 3.0
-        return bit_check.check(*arguments)
-
-    timer = PhaseTimer(clock=lambda: now[0])
-    options = {"phase": timer.phase, "bit_check": slow}
-    learner, generator = start("fp32", options=options, batch={"minibatches": 2})
-    learner.update(batch_of(learner, sample(generator, 4, 2)))
-    return timer.collect()
 
 
 def broken_layer(parallel: dict[str, int], layer: int, **sections: Any) -> str:

@@ -12,7 +12,6 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.optimizer import master_reader
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
-FIRST_ATTENTION = "decoder.layers.0.self_attention.linear_proj.weight"  # also the first one of every stage
 ATTENTION = "decoder.layers.2.self_attention.linear_proj.weight"
 EXPERT = "decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight"
 WATCHED = ("lr", "update_skipped", "grad_norm", "pg_loss")

@@ -30,30 +30,3 @@ def test_its_tests_run_every_line_for_cuda(lines, file):
         *(lines_of_test for test, lines_of_test in lines.items() if test.startswith(reach.tests_of(file)))
     )
     assert reach.missing(file, ran) == []
-
-
-def test_a_line_for_cuda_that_did_not_run_is_missing(tmp_path, monkeypatch):
-    source = (
-        'DEVICE = "cuda"\n\n\n'
-        "def f(device: str) -> int:\n"
-        '    """What cuda does."""\n'
-        '    if device == "cuda":\n'
-        "        return 1\n"
-        '    if device == "cpu":  # not cuda\n'
-        "        return 2\n"
-        "    else:\n"
-        "        return 3\n"
-    )
-    (tmp_path / "some.py").write_text(source)
-    monkeypatch.setattr(reach, "REPOSITORY", tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    import some
-
-    assert reach.cuda_lines("some.py") == [6, 7, 11]
-    with reach.watching("some.py") as seen:
-        some.f("cpu")
-    assert reach.missing("some.py", seen) == ["7: return 1", "11: return 3"]
-    with reach.watching("some.py") as seen:
-        some.f("cuda")
-        some.f("xpu")
-    assert reach.missing("some.py", seen) == []

@@ -8,14 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import rounding
 from tests.support.rounding import (
-    CLOSED_FORM,
-    adam_largest_update,
     assert_as_double,
     assert_rounded,
-    bound_from_double,
-    gamma,
     printed,
     rounded,
     standard_errors,
@@ -69,20 +64,6 @@ def test_another_computation_is_not(dtype, mutation):
         assert_as_double(MUTATIONS[mutation](*inputs), layer, inputs, longest_sum=90)
 
 
-def test_a_few_numbers_that_happen_to_be_rounded_well_are_no_bound(monkeypatch):
-    """Quotients that are whole numbers: exact as they are, and not as products with the reciprocal."""
-    numbers = 61 * torch.arange(1.0, 200)
-    arguments = [numbers * (1 / torch.tensor(61.0))], lambda x: [x / 61], [numbers], 4
-    assert_as_double(*arguments)
-    monkeypatch.setattr(rounding, "FEW", 0)
-    with pytest.raises(AssertionError, match=r"result 0: .* from float64's, bound"):
-        assert_as_double(*arguments)
-
-
-def test_the_bound_is_the_error_times_the_root_of_the_longest_sum():
-    assert bound_from_double(np.array([1.0, 2.5]), np.array([1.0, 2.0]), 16) == 2.0
-
-
 def test_a_closed_form_has_as_many_roundings_as_it_has_steps():
     terms = np.random.default_rng(0).normal(size=63)
     assert sum(terms) == rounded(math.fsum(terms), roundings=63, scale=float(np.abs(terms).sum()))
@@ -92,26 +73,6 @@ def test_a_closed_form_has_as_many_roundings_as_it_has_steps():
     assert_rounded(sums, torch.tensor([math.fsum(terms[: i + 1]) for i in range(63)], dtype=torch.float64), scale=63)
     with pytest.raises(AssertionError):
         assert_rounded(sums.float(), sums)
-
-
-def adam(gradients: list[float]) -> float:
-    """What the last of torch's updates did to a weight, of rate 1."""
-    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer = torch.optim.Adam([weight], lr=1.0, betas=(0.9, 0.95), eps=1e-30)
-    for gradient in gradients:
-        before = weight.item()
-        weight.grad = torch.tensor([gradient], dtype=torch.float64)
-        optimizer.step()
-    return weight.item() - before
-
-
-@pytest.mark.parametrize("number", [1, 2, 7])
-def test_adam_moves_a_weight_by_no_more_than_its_bound(number):
-    limit = adam_largest_update(number, 1.0, 0.9, 0.95)
-    random = np.random.default_rng(0)
-    assert max(abs(adam(random.normal(size=number).tolist())) for _ in range(100)) <= limit * (1 + gamma(CLOSED_FORM))
-    worst = [(0.9 / 0.95) ** (number - 1 - i) for i in range(number)]  # a_i / b_i
-    assert adam(worst) == rounded(-limit)
 
 
 def test_means_and_printed_digits():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conftest import how_to_repeat, rank_of, unit_of
+from tests.conftest import how_to_repeat, rank_of
 from tests.support.costs import Book, Cost, load
 from tests.support.tiny import REPOSITORY
 
@@ -19,13 +19,6 @@ def test_the_cluster_comes_first_then_quick_units_then_the_longest():
         "tests/e2e/a.py",
         "tests/unit/b.py",
     ]
-
-
-def test_files_that_share_a_cluster_or_a_process_are_one_unit():
-    assert unit_of("tests/slurm/test_jobs.py::test_a[1]") == unit_of("tests/slurm/test_lab.py::test_b")
-    over_te = [unit_of(f"tests/parallel/test_transformer_engine{part}.py::test_c") for part in ("", "_families")]
-    assert over_te[0] == over_te[1] != unit_of("tests/parallel/test_exact.py::test_d")
-    assert unit_of("tests/unit/a/test_b.py::test_c[x::y]") == "tests/unit/a/test_b.py"
 
 
 def test_costs_of_all_workers_are_added_and_other_files_kept(tmp_path):
