@@ -110,6 +110,7 @@ def test_what_is_no_answer(value):
 
 
 GOOD = {"id": 1, "problem": "q", "answer": "a"}
+HALF = "column '{}' holds .* half of a UTF-16 pair"
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,31 @@ GOOD = {"id": 1, "problem": "q", "answer": "a"}
             "line 2: message 0 of column 'problem': role and content",
         ),
         ([GOOD, GOOD | {"id": 2}, GOOD], {}, "line 3: id '1' occurs twice, first in .*line 1"),
+        # What Python does not read, half of a character, nulls, and rows that would mean something else.
+        (
+            ['{"problem": "x", "answer": 1, "id": ' + "9" * 4301 + "}\n"],
+            {},
+            "line 1: not a JSON object: Exceeds the limit",
+        ),
+        ([GOOD, {"id": 2, "problem": "a\ud800b", "answer": "1"}], {}, f"line 2: {HALF.format('problem')}"),
+        ([GOOD, {"id": 2, "problem": "a", "answer": "\ud800"}], {}, f"line 2: {HALF.format('answer')}"),
+        ([GOOD, {"id": "\ud83d", "problem": "a", "answer": "1"}], {}, f"line 2: {HALF.format('id')}"),
+        ([GOOD, GOOD | {"id": 2, "data_source": "\ud83d"}], {}, f"line 2: {HALF.format('data_source')}"),
+        ([{"prompt": [{"role": "user", "content": "\udfff"}], "answer": "1"}], {}, f"line 1: {HALF.format('prompt')}"),
+        ([{"problem": "a", "answer": None}], {}, "column 'answer', taken for the answer, is null in the first row"),
+        ([{"problem": "a", "reward_model": {"ground_truth": None}}], {}, "'reward_model.ground_truth', taken for"),
+        (['{"problem": "q", "answer": "1", "answer": "2"}'], {}, "the key 'answer' occurs twice"),
+        (['{"problem": "q", "answer": 12345678901234567890.0}'], {}, "a number that a file keeps only to 16 digits"),
+        ([GOOD | {"extra_info": '{"a": 1}'}], {}, "'extra_info' must hold an object, found "),
+        ([GOOD | {"data_source": ["a"]}], {}, r"'data_source' must hold text, found \['a'\]"),
+        (
+            [{"problem": [{"role": "user", "content": "q", "tool_calls": [1]}], "answer": "1"}],
+            {},
+            "message 0 of column 'problem' has 'tool_calls', which is not read",
+        ),
+        (['{"problem": "q", "answer": "1", "extra_info": ' + '{"a":' * 200 + "1" + "}" * 201], {}, "deeper than 100"),
+        (['{"problem": "q", "answer": ' + "[" * 5000], {}, "line 1: not a JSON object"),
+        ([GOOD | {"id": None}, GOOD], {}, "line 2: column 'id'"),
     ],
 )
 def test_a_wrong_file_is_refused_with_one_clear_message(tmp_path, rows, config, message):
@@ -238,32 +264,6 @@ def test_the_section_takes_a_bare_path_and_refuses_what_cannot_be():
     assert PromptConfig().overlong == "error"
 
 
-@pytest.mark.parametrize("digits", [4301, 100_000])
-@pytest.mark.parametrize("key", ["answer", "id", "extra"])
-def test_an_integer_that_python_does_not_read(tmp_path, digits, key):
-    row = f'{{"problem": "x", "answer": 1, "{key}": {"9" * digits}}}\n'
-    path = write(tmp_path / "x.jsonl", [row])
-    with pytest.raises(InputError, match=r"x\.jsonl, line 1: not a JSON object: Exceeds the limit"):
-        read(path)
-
-
-@pytest.mark.parametrize(
-    ("key", "row"),
-    [
-        ("problem", {"problem": "a\ud800b", "answer": "1"}),
-        ("prompt", {"prompt": [{"role": "user", "content": "\udfff"}], "answer": "1"}),
-        ("answer", {"problem": "a", "answer": "\ud800"}),
-        ("id", {"problem": "a", "answer": "1", "id": "\ud83d"}),
-        ("data_source", {"problem": "a", "answer": "1", "data_source": "\ud83d"}),
-    ],
-)
-def test_half_a_character_is_refused_where_it_stands(tmp_path, key, row):
-    first = {"id": "whole", "prompt" if "prompt" in row else "problem": "\U0001f600", "answer": "1"}
-    path = write(tmp_path / "x.jsonl", [first, {"id": "half", **row}])
-    with pytest.raises(InputError, match=rf"line 2: column '{key}' holds .* half of a UTF-16 pair"):
-        read(path)
-
-
 def test_a_parquet_file_with_damaged_pages(tmp_path):
     path, names = tmp_path / "x.parquet", [f"problem {number}" for number in range(3000)]
     pq.write_table(pa.table({"problem": names, "answer": names}), path, row_group_size=1000, compression="snappy")
@@ -277,40 +277,6 @@ def test_a_parquet_file_with_damaged_pages(tmp_path):
 def test_a_path_with_a_nul():
     with pytest.raises(InputError, match="cannot hold a NUL"):
         read("a\0b.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("row", "column"),
-    [({"answer": None}, "answer"), ({"reward_model": {"ground_truth": None}}, "reward_model.ground_truth")],
-)
-def test_a_column_that_is_null_is_not_called_absent(tmp_path, row, column):
-    path = write(tmp_path / "x.jsonl", [{"problem": "a", **row}])
-    with pytest.raises(InputError, match=f"column '{column}', taken for the answer, is null in the first row"):
-        check_source(DataSourceConfig(path=path))
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ('{"problem": "q", "answer": "1", "answer": "2"}', "the key 'answer' occurs twice"),
-        ('{"problem": "q", "answer": 12345678901234567890.0}', "a number that a file keeps only to 16 digits"),
-        ('{"problem": "q", "answer": "1", "extra_info": "{\\"a\\": 1}"}', "'extra_info' must hold an object, found "),
-        ('{"problem": "q", "answer": "1", "data_source": ["a"]}', r"'data_source' must hold text, found \['a'\]"),
-        (
-            '{"problem": [{"role": "user", "content": "q", "tool_calls": [1]}], "answer": "1"}',
-            "message 0 of column 'problem' has 'tool_calls', which is not read",
-        ),
-        ('{"problem": "q", "answer": "1", "extra_info": ' + '{"a":' * 200 + "1" + "}" * 201, "nests deeper than 100"),
-        ('{"problem": "q", "answer": ' + "[" * 5000, "line 1: not a JSON object"),
-        (
-            '{"problem": "q", "answer": "1", "id": null}\n{"problem": "q", "answer": "1", "id": 3}',
-            "line 2: column 'id'",
-        ),
-    ],
-)
-def test_a_row_that_would_mean_something_else_is_refused(tmp_path, row, message):
-    with pytest.raises(InputError, match=message):
-        read(write(tmp_path / "x.jsonl", [row + "\n"]))
 
 
 def test_a_parquet_file_keeps_the_digits_of_narrow_numbers(tmp_path):

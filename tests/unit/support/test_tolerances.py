@@ -13,7 +13,6 @@ ELSEWHERE = ("support/rounding.py", "unit/support/test_tolerances.py")
 # Function where a number stands for itself → what it states.
 STATEMENTS = {
     "parallel/test_learner_noise.py::test_update_size_is_what_the_weights_did": "the bound itself is small",
-    "parallel/transformer_engine.py::same_noise": "the bound itself is small",
     "parallel/test_transformer_engine_layouts.py::error": "the bound is below what is asked for",
     "parallel/test_families.py::test_biases_that_are_to_move_follow_the_load": "signs of fp32 sums",
     "parallel/test_memory.py::test_one_rank": "what the planner promises: 15%",
