@@ -76,15 +76,6 @@ def test_stale_weights_are_those_of_the_run_itself_from_its_first_step_on(tmp_pa
     assert min(sizes[1:]) > 0.0
 
 
-def test_what_cannot_be_exact_is_refused(tmp_path):
-    settings = ["rollout.top_p=0.9", "rollout.dtype=fp32", "routing.replay=r3", "learner.parallel.context=2"]
-    _, output = train(tmp_path, "bad", *settings, status=2)
-    for part in ("rollout.top_p 0.9", "rollout.dtype: fp32", "routing.replay: r3", "learner.parallel.context: 2"):
-        assert part in output, output
-    _, output = train(tmp_path, "bad", "rollout.engine=vllm", "exact.noise_std=0.1", status=2)
-    assert "exact.noise_std: 0.1 needs rollout.engine exact" in output
-
-
 def test_vllm_draws_the_responses_that_the_exact_engine_draws():
     """Both take a token by the same random number: an arm with vLLM differs from one without by rounding only."""
     (result,) = run_ranks("tests.e2e.programs.rollout", "exact_and_vllm", 1)

@@ -63,10 +63,3 @@ def test_one_rank(alone, case):
 def test_every_rank_of_a_layout(on_two_ranks, layout):
     for measured, predicted in on_two_ranks[layout]:
         assert predicted == pytest.approx(measured, rel=TOLERANCE)
-
-
-def test_what_the_switches_save_is_real(alone):
-    """Each switch moves measured and predicted peaks the same way: the agreement is not that of a constant."""
-    for index in (0, 1):
-        assert alone["moe-1m-bf16-full"][index] < 0.75 * alone["moe-1m-fp32-none"][index]
-        assert alone["dense-10m-fp32-full"][index] < alone["dense-10m-bf16-none"][index]

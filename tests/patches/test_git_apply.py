@@ -61,19 +61,6 @@ def test_files_are_created_and_deleted(content):
         apply(content + b"\nmore", deleted)
 
 
-def test_text_that_has_moved_is_found():
-    change = diff(edited(), edited(10, 30))
-    assert apply(b"new\n" * 7 + edited(), change) == b"new\n" * 7 + edited(10, 30)
-
-
-@pytest.mark.parametrize("number", [27, 30, 33])
-def test_changed_context_is_an_error_that_names_the_line(number):
-    damaged = edited().replace(b"line %d\n" % number, b"other\n")
-    message = r"^my\.patch: patch failed: top/file\.py:28; top/file\.py: patch does not apply$"
-    with pytest.raises(PatchError, match=message):
-        apply(damaged, diff(edited(), edited(10, 30)))
-
-
 def test_only_the_files_that_are_named_are_changed():
     both = {PATH: edited(), "top/other.py": edited()}
     change = b"\n" + git.diff(both, {PATH: edited(3), "top/other.py": edited(4)})

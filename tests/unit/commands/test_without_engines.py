@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 
-import pytest
 import yaml
 
 from megatron_rl.config import load_recipe
@@ -69,17 +68,10 @@ def test_commands_that_need_no_engine(tmp_path):
     assert done.stdout.count("prompts and reward: transformers is not installed") == 3
 
 
-@pytest.mark.parametrize(
-    ("line", "package"),
-    [
-        (["check", "recipes/tiny/grpo.yaml"], "transformers"),
-    ],
-)
-def test_a_command_that_needs_one_says_how_to_install_it(line, package):
-    statuses, done = call(line)
+def test_a_command_that_needs_one_says_how_to_install_it():
+    statuses, done = call(["check", "recipes/tiny/grpo.yaml"])
     assert statuses == [2], done.stderr
-    name = " ".join(line[: 2 if line[0] == "recipe" else 1])
-    said = f"error: megatron-rl {name}: the package {package} is not installed; install the engines: pip install -r "
+    said = "error: megatron-rl check: the package transformers is not installed; install the engines: pip install -r "
     assert said in done.stderr
     assert str(REPOSITORY / "requirements-cpu.txt") in done.stderr
 

@@ -121,12 +121,6 @@ def test_frozen_noise_is_a_function_of_the_last_tokens(context):
     assert len(set.union(*seen.values())) == len(seen)
 
 
-def test_counts_of_the_policy_are_metrics():
-    generator = generator_of(ExactConfig())
-    rollouts_of(generator)
-    assert generator.stats()["perf/rollout_running"] == 8.0
-
-
 def test_independent_noise_is_another_one_at_every_token():
     apart = differences(rollouts_of(generator_of(ExactConfig(noise_std=0.5))))
     assert len(set(apart.tolist())) > len(apart) // 2

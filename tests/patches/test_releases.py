@@ -1,8 +1,10 @@
-"""What `patch` advises about wrong or missing packages and trees ends in success."""
+"""The package or tree that a patch is for, and what is advised where it is wrong or missing."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
 
 import pytest
@@ -14,8 +16,36 @@ from tests.support.series import install, megatron_core
 from tests.support.tiny import REPOSITORY
 
 PATCHES = REPOSITORY / "patches"
-SERIES = {name: Series.read(PATCHES / name) for name in releases.names(PATCHES) if name.startswith("megatron-core")}
+
 PINNED = releases.to_install(megatron_core())
+
+
+@pytest.mark.parametrize("version", [None, "0.14.0", "0.99.0"])
+def test_a_missing_or_foreign_package_is_told_what_to_install(version, tree, monkeypatch):
+    install(monkeypatch, version, tree)
+    (series,) = releases.of_installed_packages(PATCHES)
+    with pytest.raises(PatchError) as error:
+        releases.find_target(series, None, allow_global=True)
+    assert re.search(
+        rf": install {re.escape(PINNED)}( \(.*\))?( first)?, or name a source tree with --tree$", str(error.value)
+    )
+    install(monkeypatch, PINNED.split("==")[1], tree)  # the advice is taken
+    (series,) = releases.of_installed_packages(PATCHES)
+    assert releases.find_target(series, None, allow_global=True).root == tree
+
+
+def test_a_package_without_its_files_is_told_where_they_are(tmp_path, monkeypatch):
+    series, version = megatron_core(), megatron_core().pins["Version"]
+    origin = {"url": "file:///home/me/Megatron%20LM", "dir_info": {"editable": True}}
+    install(monkeypatch, version, tmp_path, json.dumps(origin))
+    with pytest.raises(PatchError, match=r"editable install, so name its source tree: --tree '/home/me/Megatron LM'$"):
+        releases.find_target(series, None, allow_global=True)
+    install(monkeypatch, version, tmp_path)
+    with pytest.raises(PatchError, match=rf"reinstall it \(pip install .*megatron-core=={version}\), or name a source"):
+        releases.find_target(series, None, allow_global=True)
+
+
+SERIES = {name: Series.read(PATCHES / name) for name in releases.names(PATCHES) if name.startswith("megatron-core")}
 
 
 def test_the_release_to_install_is_that_of_requirements():
@@ -52,3 +82,10 @@ def test_revert_takes_whole_series_and_says_so():
     options = parser.parse_args(["revert", "--series", "schedule/length-decay-in-the-scheduler,routing"])
     with pytest.raises(PatchError, match=r"revert takes whole series: --series schedule,routing$"):
         named_purposes(options)
+
+
+def test_a_package_that_has_patches_of_its_own_is_named_them(tree, monkeypatch):
+    install(monkeypatch, "0.17.0", tree)
+    told = r"megatron-core 0\.17\.0 is installed, megatron-core-0\.16 is for .*name megatron-core-0\.17"
+    with pytest.raises(PatchError, match=told):
+        releases.find_target(SERIES["megatron-core-0.16"], None, allow_global=True)
