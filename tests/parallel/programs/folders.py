@@ -145,46 +145,6 @@ def judge(family: str, folder: str) -> tuple[dict[str, int], list[str]]:
     return counts, wrong
 
 
-class Altered:
-    """A folder with one change of its table of tensors."""
-
-    def __init__(self, path: Path, table: dict[str, tuple[tuple[int, ...], str]]) -> None:
-        self.path, self._table, self.names = path, table, list(table)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._table
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._table[name][0]
-
-    def stored_dtype(self, name: str) -> str:
-        return self._table[name][1]
-
-
-def judge_tensors(folder: str) -> list[str]:
-    """Changes of one tensor (taken away, renamed, longer, another rank, another dtype, one beside it) that pass."""
-    path = Path(folder)
-    files, a = HFFolder(path), architecture_from(json.loads((path / "config.json").read_text()))
-    table, passed = {name: (files.shape(name), files.stored_dtype(name)) for name in files.names}, []
-    for name, (shape, dtype) in table.items():
-        rest = {other: entry for other, entry in table.items() if other != name}
-        for what, changed in {
-            "taken away": rest,
-            "renamed": rest | {f"{name}_orig": (shape, dtype)},
-            "longer": table | {name: ((shape[0] + 1, *shape[1:]), dtype)},
-            "of another rank": table | {name: ((*shape, 1), dtype)},
-            "int8": table | {name: (shape, "I8")},
-            "with a scale": table | {f"{name}_scale_inv": ((1,), "F32")},
-            "with a bias": table | {f"{name.removesuffix('weight')}extra": (shape[:1], dtype)},
-        }.items():
-            try:
-                check_weights(Altered(path, changed), a)
-            except InputError:
-                continue
-            passed.append(f"{name} {what}")
-    return passed
-
-
 def differences(folder: str) -> dict[str, compare_logits.Difference]:
     """Of a model whose middle layer is another kind of layer: whole, cut to its ends, and under two faults."""
     path, prompt = Path(folder), tokens()[0].tolist()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from megatron_rl.batch import build_batch
 from megatron_rl.config import ObjectiveConfig
 from megatron_rl.config.data import RewardConfig
-from megatron_rl.learner.packing import deal, minibatch_denominators
+from megatron_rl.learner.packing import minibatch_denominators
 from megatron_rl.learner.passes import Replicas, distribute, hand_over_logprobs, hand_over_routes, tokens_at
 from megatron_rl.monitor.samples import rollout_metrics, share_repetition, share_samples
 from megatron_rl.process import ranks
@@ -154,43 +152,6 @@ def numbers(num_items: int) -> list[list[float]]:
     return ranks.gather_rows(rows, places, width=2).tolist()
 
 
-def held_bytes(per_rank: int) -> dict[str, int]:
-    """Bytes that a rank holds of its share after the exchange, and of the largest collective's buffers.
-
-    ``per_rank``: sequences a rank. `tracemalloc` cannot be asked: gloo's threads end the process under CPython 3.11's.
-    """
-    world = dist.get_world_size()
-    here = replicas(world)
-    lengths = [6000] * (per_rank * world)
-    plan = deal(lengths, world, 1 << 30)
-    home = {i: replica for replica, bins in enumerate(plan) for chosen in bins for i in chosen}
-    owners = [(home[i] + 1) % world for i in range(len(lengths))]  # everything moves
-    sequences = []
-    for i, owner in enumerate(owners):
-        is_here = owner == dist.get_rank()
-        response = np.zeros(5999)
-        sequences.append(
-            Rollout(
-                str(i),
-                prompt=[i],
-                tokens=np.arange(1, 6000, dtype=np.int32) + i if is_here else None,
-                inference_logprobs=response.astype(np.float32) if is_here else None,
-                policy_versions=response.astype(np.int32) if is_here else None,
-                routed_experts=np.full((5999, 48, 8), i % 100, np.uint8) if is_here else None,
-                route_checksums=np.zeros(5999 + 48, np.int64) if is_here else None,
-                length=5999,
-                owner=owner,
-            )
-        )
-    batch = Batch(0, sequences, [list(range(len(sequences)))])
-    counted = _count_buffers()
-    distribute(batch, [[home[i]] for i in range(len(lengths))], here)
-    mine = [s for i, s in enumerate(batch.sequences) if home[i] == here.own]
-    assert all((s.routed_experts == int(s.id) % 100).all() for s in mine)
-    held = {id(owner := _owner(array)): owner.nbytes for s in batch.sequences for array in _arrays(s)}
-    return {"arrays": sum(held.values()), "buffers": max(counted), "sequences": len(mine)}
-
-
 def denominators(correction: dict) -> dict[str, list[float]]:
     """What a loss is divided by where ``correction`` is counted: of all, and counted by those that hold them."""
     config = ObjectiveConfig.model_validate({"max_response_length": 999, "correction": [correction]})
@@ -255,33 +216,6 @@ def scored(owners: list[int | None]) -> dict[str, Any]:
         "ratios": ratios,
         "texts": [rollouts[place].text for place in (0, 4)],
     }
-
-
-def _arrays(sequence: Rollout) -> list[np.ndarray]:
-    return [value for value in vars(sequence).values() if isinstance(value, np.ndarray)]
-
-
-def _owner(array: np.ndarray) -> np.ndarray:
-    """The array whose memory ``array`` is a view of; it lives as long as the view."""
-    while isinstance(base := getattr(array.base, "obj", array.base), np.ndarray):
-        array = base
-    return array
-
-
-def _count_buffers() -> list[int]:
-    """Bytes of the buffers of every collective of tensors, as they come."""
-    seen = [0]
-
-    def counted(own: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(*arguments: Any, **options: Any) -> Any:
-            seen.append(sum(each.nbytes for each in arguments if isinstance(each, torch.Tensor)))
-            return own(*arguments, **options)
-
-        return counting
-
-    for name in ("all_to_all_single", "all_gather_into_tensor", "broadcast"):
-        setattr(dist, name, counted(getattr(dist, name)))
-    return seen
 
 
 def record(folder: str, routes: bool) -> str:

@@ -281,18 +281,12 @@ def scales(overflows: str, **keys) -> list[float]:
     return values
 
 
-def test_the_loss_scale_falls_by_its_factor_down_to_its_minimum():
+def test_the_loss_scale_falls_down_to_its_minimum_and_grows_after_its_interval():
     assert scales("xxx", backoff_factor=0.5) == [32, 16, 8]
     assert scales("xxx", backoff_factor=0.25) == [16, 4, 1]
     assert scales("xxx", backoff_factor=0.25, minimum=8.0) == [16, 8, 8]
-
-
-def test_the_loss_scale_falls_once_as_many_updates_overflowed_as_hysteresis_says():
     assert scales("xxx", hysteresis=1) == [32, 16, 8]
     assert scales("xxx", hysteresis=3) == [64, 64, 32]
-
-
-def test_the_loss_scale_grows_after_its_interval():
     assert scales("......", growth_interval=3) == [64, 64, 128, 128, 128, 256]
 
 
