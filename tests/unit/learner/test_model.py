@@ -31,7 +31,7 @@ from megatron_rl.monitor import run_directory
 from megatron_rl.monitor.monitor import PhaseTimer, peak_memory_gib
 from tests.support.tiny import MODEL, tiny_recipe
 
-GPU = torch.device("cuda")
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 class Reached(Exception):
@@ -91,6 +91,19 @@ def test_the_learner_says_how_long_a_rollout_may_take(monkeypatch):
     with pytest.raises(Reached) as reached:
         learner_module.Learner(tiny_recipe(rollout={"deadline_s": 7200.0, "dtype": "fp32"}))
     assert reached.value.args[0] >= 7200.0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_products_are_held_to_the_recipe_where_the_learner_has_fp32_ones(dtype, monkeypatch):
+    held: list[tuple] = []
+    monkeypatch.setattr(learner_module.products, "settle", lambda kinds, device: held.append((kinds, device)))
+    monkeypatch.setattr(learner_module.products, "measured_products", lambda *_, **__: {"cuBLAS": "fp32"})
+    monkeypatch.setattr(learner_module.products, "hold", lambda *given: held.append(given))
+    recipe = tiny_recipe(learner={"dtype": dtype}, rollout={"dtype": "bf16"})
+    learner = SimpleNamespace(recipe=recipe, device=CPU, exact=False)
+    measured = {"cuBLAS": "fp32"} if dtype == "fp32" else {}
+    assert learner_module.Learner._settle_products(learner) == measured
+    assert held[1:] == ([("fp32", measured, "learner")] if measured else [])
 
 
 def test_no_deadline_is_no_wait_to_wait_for():
@@ -252,8 +265,6 @@ def test_projections_to_latent_vectors_count_once_whatever_their_layers_mark():
 
 
 GPT_OSS = architecture_from(KNOWN_MODELS["gpt-oss-20b-bf16"])
-
-CPU = torch.device("cpu")
 
 
 def test_transformer_engines_layers_are_refused(monkeypatch):

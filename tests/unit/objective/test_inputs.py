@@ -47,3 +47,11 @@ def test_ratios_end_where_the_configuration_says():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ObjectiveConfig.model_validate({"correction": [{"mode": "tis", "cap": 4.8e8}]})
+
+
+@pytest.mark.parametrize(("old", "kl"), [(-1.5, 0.5), (None, 0.0)])
+def test_the_ratio_is_to_the_old_policy_and_1_where_there_is_none(old, kl):
+    current = torch.full((1, 2), -2.0, dtype=torch.float64)
+    given = None if old is None else torch.full_like(current, old)
+    inputs = ObjectiveInputs(current, given, None, torch.ones(1, dtype=torch.float64), torch.ones(1, 2).bool())
+    assert compute_objective(inputs, ObjectiveConfig()).metrics["actor/ppo_kl"] == kl
