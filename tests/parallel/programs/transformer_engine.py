@@ -22,9 +22,9 @@ Job = tuple[str, dict[str, Any]]
 
 
 def run_jobs(jobs: dict[str, Job]) -> dict[str, Any]:
-    """name → (program.function, kwargs); what each returned. A job that is named "unmarked …" runs without our marks of
-    expert weights, "upstream …" likewise with a TransformerEngine that has patches/transformer-engine-upstream, and
-    "ring …" with fused attention, which context parallelism needs."""
+    """name → (program.function, kwargs); what each returned. A job that is named "upstream …" runs without our marks
+    of expert weights and with a TransformerEngine that has patches/transformer-engine-upstream, "ring …" with fused
+    attention, which context parallelism needs."""
     from tests.support.layouts import leave_layout
 
     results = {}
@@ -32,12 +32,11 @@ def run_jobs(jobs: dict[str, Job]) -> dict[str, Any]:
         module, _, attribute = function.rpartition(".")
         program = importlib.import_module(f"tests.parallel.programs.{module or 'transformer_engine'}")
         with ExitStack() as changes:
-            if name.startswith(("unmarked", "upstream")):
+            if name.startswith("upstream"):
                 changes.enter_context(_unmarked())
+                changes.enter_context(_patched_upstream())
             if name.startswith("ring"):
                 changes.enter_context(ring_on_a_cpu())
-            if name.startswith("upstream"):
-                changes.enter_context(_patched_upstream())
             results[name] = getattr(program, attribute)(**kwargs)
         leave_layout()
     return results

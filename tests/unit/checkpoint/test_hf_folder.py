@@ -96,18 +96,10 @@ def test_what_is_missing_or_ambiguous_is_an_error(tmp_path, files, index, messag
         HFFolder(write(tmp_path, files, index))
 
 
-def test_damaged_files_are_errors(tmp_path):
-    (tmp_path / SINGLE_FILE).write_bytes(b"not safetensors")
-    with pytest.raises(InputError, match=r"cannot be read .* is the download complete"):
-        HFFolder(tmp_path)
-    (tmp_path / INDEX_FILE).write_text("{}")
-    with pytest.raises(InputError, match="is not an index of safetensors files"):
-        HFFolder(tmp_path)
-
-
 @pytest.mark.parametrize(
     "text",
     [
+        "{}",
         '{"weight_map": [1]}',
         '{"weight_map": null}',
         '{"weight_map": {}}',

@@ -105,10 +105,7 @@ def test_resolved_recipes_load_again(tmp_path):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("batch.promts=3", ["batch.promts: unknown key", "did you mean 'prompts'?"]),
-        ("objective.policy_term.clip_lo=0.1", ["objective.policy_term", "clip_lo", "did you mean 'clip_low'?"]),
         ("lerner.dtype=fp32", ["lerner: unknown key", "did you mean 'learner'?"]),
-        ("learner.dtype=fp8", ["learner.dtype: found 'fp8'", "'bf16', 'fp16', 'tf32' or 'fp32'"]),
         ("learner.parallel.tensor=3", ["learner.parallel.tensor: 3 does not divide", "attention heads (4)"]),
         ("learner.parallel.expert=5", ["learner.parallel.expert: 5 does not divide", "experts (8)"]),
         ("learner.parallel.pipeline=3", ["tensor · pipeline · context = 3 does not divide the number of ranks (1)"]),
@@ -121,7 +118,6 @@ def test_resolved_recipes_load_again(tmp_path):
         ("data.train=nowhere.jsonl", ["data.train", "nowhere.jsonl"]),
         ("model.path=nowhere", ["model.path", "no such folder"]),
         ("data.train={path: train.jsonl, answer_key: anser}", ["anser"]),
-        ("num_steps=0", ["num_steps: found 0"]),
         ("learner.compile=true", ["learner.compile: removed", "leave it out"]),
         ("learner.loss_scale.growth_factor=4.0", ["learner.loss_scale.growth_factor: removed", "grows by 2"]),
         ("monitor.repetition_ngram=4", ["monitor.repetition_ngram: removed", "n-grams of 8 tokens"]),
@@ -136,7 +132,6 @@ def test_resolved_recipes_load_again(tmp_path):
                 "nothing is gained; use false or set learner",
             ],
         ),
-        ("rollout.quantization=fp9", ["rollout.quantization.weights: found 'fp9'", "'fp8', 'int8' or 'int4'"]),
         ("rollout.quantization.block=[1, null]", ["rollout.quantization.block: [1, None], but weights is null"]),
         ("rollout.quantization=fp8\nrollout.engine=exact", ["rollout.quantization: set, but rollout.engine exact"]),
         ("runtime.device=cuda\nrollout.quantization=int4", ["weights: int4 on CUDA", "use fp8, or runtime.device cpu"]),
@@ -154,7 +149,6 @@ def test_resolved_recipes_load_again(tmp_path):
         ("batch.filter_metric=raw_reward", ["batch.filter_metric: raw_reward", "set filter_groups: true"]),
         ("batch.filter_groups=true\nbatch.generation_prompts=15", ["15 in at most 1 rounds", "16 of batch.prompts"]),
         ("validation.top_p=0.7\nrollout.engine=exact", ["validation.top_p: 0.7", "use 1"]),
-        ("data.train_fraction=0", ["data.train_fraction: found 0"]),
         (
             "objective.anchor=interpolate\nobjective.correction=tis",
             ["anchor: interpolate with rollout.max_staleness 0"],
