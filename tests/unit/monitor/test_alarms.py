@@ -84,31 +84,43 @@ def steps_at_which(rule: dict, values: list[float | None]) -> list[int]:
     return steps
 
 
-def test_value_rules():
-    values = [0.0, 2.0, 2.0, 0.0, 2.0, 2.0, 2.0, 2.0, 0.0, 2.0, 2.0, 2.0]
-    assert steps_at_which({"above": 1.0}, values) == [1, 4, 9]
-    assert steps_at_which({"above": 1.0, "for_steps": 3}, values) == [6, 11]
-    assert steps_at_which({"below": 1.0}, values) == [0, 3, 8]
+JUMPS = [0.0, 2.0, 2.0, 0.0, 2.0, 2.0, 2.0, 2.0, 0.0, 2.0, 2.0, 2.0]
+LINE = [0.1 * step for step in range(30)]
+GROWTH = [1e-3 * 1.1**step for step in range(30)]
+FALLS = [1.0, 1.0, 7.0, 1.0, 3.0, 0.0]  # means of two: 1, 4, 4, 2, 1.5; shares of the highest: 1, 1, 1, 0.5, 0.375
+BELOW_ZERO = [-1.0, -1.0, -5.0]  # the bottom is -5 - 3 × 2, the lowest less three median moves; means of two: -1, -3
+NOISE = [-0.5 + 0.05 * ((7 * step) % 5 - 2) for step in range(100)]
+STARTS = [1.0, 2.0, 9.0, 1.0, 8.0, 8.0]  # medians of three: 2, 2, 8, 8; the first is the start
 
 
-def test_absent_metrics_are_no_observations_and_nan_breaks_the_row():
-    assert steps_at_which({"above": 1.0, "for_steps": 2}, [2.0, None, None, 2.0]) == [3]
-    assert steps_at_which({"above": 1.0, "for_steps": 2}, [2.0, math.nan, 2.0, 2.0]) == [3]
-    assert steps_at_which({"statistic": "not_finite"}, [1.0, math.inf, 1.0, math.nan]) == [1, 3]
-
-
-def test_ratio_is_to_the_median_of_the_window_before():
-    values = [1.0, 9.0, 1.0, 1.0, 3.1, 1.0]
-    assert steps_at_which({"statistic": "ratio", "window": 3, "above": 3.0}, values) == [4]
-
-
-def test_slope_rules():
-    line = [0.1 * step for step in range(30)]
-    assert steps_at_which({"statistic": "slope", "window": 10, "above": 0.09}, line) == [9]
-    assert steps_at_which({"statistic": "slope", "window": 10, "above": 0.11}, line) == []
-    growth = [1e-3 * 1.1**step for step in range(30)]
-    assert steps_at_which({"statistic": "log_slope", "window": 5, "above": 0.09}, growth) == [4]
-    assert steps_at_which({"statistic": "log_slope", "window": 5, "below": 0.09}, growth) == []
+@pytest.mark.parametrize(
+    ("rule", "values", "steps"),
+    [
+        ({"above": 1.0}, JUMPS, [1, 4, 9]),
+        ({"above": 1.0, "for_steps": 3}, JUMPS, [6, 11]),
+        ({"below": 1.0}, JUMPS, [0, 3, 8]),
+        ({"above": 1.0, "for_steps": 2}, [2.0, None, None, 2.0], [3]),  # a metric that is absent is no observation
+        ({"above": 1.0, "for_steps": 2}, [2.0, math.nan, 2.0, 2.0], [3]),  # NaN breaks the row
+        ({"statistic": "not_finite"}, [1.0, math.inf, 1.0, math.nan], [1, 3]),
+        ({"statistic": "ratio", "window": 3, "above": 3.0}, [1.0, 9.0, 1.0, 1.0, 3.1, 1.0], [4]),  # to the median
+        ({"statistic": "slope", "window": 10, "above": 0.09}, LINE, [9]),
+        ({"statistic": "slope", "window": 10, "above": 0.11}, LINE, []),
+        ({"statistic": "log_slope", "window": 5, "above": 0.09}, GROWTH, [4]),
+        ({"statistic": "log_slope", "window": 5, "below": 0.09}, GROWTH, []),
+        ({"statistic": "mean", "window": 3, "above": 1.9}, [0.0, 0.0, 3.0, 3.0, 3.0], [3]),
+        ({"statistic": "mean", "window": 3, "above": 0.9}, [9.0, 9.0], []),
+        ({"statistic": "of_best", "window": 2, "below": 0.51}, FALLS, [4]),
+        ({"statistic": "of_best", "window": 2, "below": 0.49}, FALLS, [5]),
+        ({"statistic": "of_best", "window": 2, "below": 0.81}, BELOW_ZERO, [2]),
+        ({"statistic": "of_best", "window": 2, "below": 0.8}, BELOW_ZERO, []),
+        ({"statistic": "of_best", "window": 3, "below": 0.5}, NOISE, []),
+        ({"statistic": "of_start", "window": 3, "above": 3.9}, STARTS, [4]),
+        ({"statistic": "of_start", "window": 3, "above": 4.0}, STARTS, []),
+        ({"statistic": "of_start", "window": 1, "above": 0.5}, [0.0, 5.0], []),
+    ],
+)
+def test_a_rule_goes_off_where_its_statistic_crosses_its_bound(rule, values, steps):
+    assert steps_at_which(rule, values) == steps
 
 
 def test_confident_slope_ignores_what_noise_explains():
@@ -243,45 +255,6 @@ def test_every_default_rule_watches_a_metric_that_the_run_reports():
     """A rule on a name that nothing writes would never go off, and no one would know."""
     reported = {"actor/pg_loss", "mismatch/rho_std", "actor/grad_norm", "actor/entropy"}
     assert {rule.metric for rule in default_rules()} == reported
-
-
-def went_off(rule: AlarmRule, values: list[float]) -> list[int]:
-    alarms = Alarms([rule])
-    return [event.step for step, value in enumerate(values) for event in alarms.observe(step, {rule.metric: value})]
-
-
-def rule(**keys) -> AlarmRule:
-    return AlarmRule(name="rule", metric="m", **keys)
-
-
-def test_the_mean_of_a_window_is_held_against_a_bound():
-    # Means of three: -, -, 1, 2, 3.
-    assert went_off(rule(statistic="mean", window=3, above=1.9), [0.0, 0.0, 3.0, 3.0, 3.0]) == [3]
-    assert went_off(rule(statistic="mean", window=3, above=0.9), [9.0, 9.0]) == []
-
-
-def test_of_best_is_the_share_of_the_highest_mean():
-    # Means of two: 1, 4, 4, 2, 1.5; shares of the highest so far: 1, 1, 1, 0.5, 0.375.
-    values = [1.0, 1.0, 7.0, 1.0, 3.0, 0.0]
-    assert went_off(rule(statistic="of_best", window=2, below=0.51), values) == [4]
-    assert went_off(rule(statistic="of_best", window=2, below=0.49), values) == [5]
-
-
-def test_below_zero_the_range_counts_and_noise_is_no_fall():
-    # The bottom is the lowest value less three times the median move: -5 - 3 × 2; means of two: -1, -3.
-    values = [-1.0, -1.0, -5.0]
-    assert went_off(rule(statistic="of_best", window=2, below=0.81), values) == [2]
-    assert went_off(rule(statistic="of_best", window=2, below=0.8), values) == []
-    noise = [-0.5 + 0.05 * ((7 * step) % 5 - 2) for step in range(100)]
-    assert went_off(rule(statistic="of_best", window=3, below=0.5), noise) == []
-
-
-def test_of_start_is_a_multiple_of_the_runs_first_window():
-    # Medians of three: 2, 2, 8, 8; the first is the start.
-    values = [1.0, 2.0, 9.0, 1.0, 8.0, 8.0]
-    assert went_off(rule(statistic="of_start", window=3, above=3.9), values) == [4]
-    assert went_off(rule(statistic="of_start", window=3, above=4.0), values) == []
-    assert went_off(rule(statistic="of_start", window=1, above=0.5), [0.0, 5.0]) == []
 
 
 def collapsing(step: int) -> dict[str, float]:
