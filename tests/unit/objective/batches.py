@@ -92,6 +92,20 @@ def packed(
     return inputs, mask
 
 
+def worked(
+    current: torch.Tensor,
+    old: torch.Tensor | None,
+    inference: torch.Tensor | None,
+    advantage: float = 1.0,
+    mask: torch.Tensor | None = None,
+    **more: torch.Tensor,
+) -> ObjectiveInputs:
+    """[B, T] inputs of one advantage; all tokens are trained unless ``mask`` says which."""
+    advantages = torch.full((len(current),), advantage, dtype=current.dtype)
+    mask = torch.ones(current.shape, dtype=torch.bool) if mask is None else mask
+    return ObjectiveInputs(current, old, inference, advantages, mask, **more)
+
+
 def loss_and_gradient(result, inputs: ObjectiveInputs, mask: torch.Tensor) -> tuple[float, torch.Tensor]:
     """The loss, and the gradient of the trained tokens in order; asserts that no other place has one."""
     (gradient,) = torch.autograd.grad(result.loss, inputs.current_logprobs)

@@ -16,14 +16,13 @@ from megatron_rl.config import ObjectiveConfig
 from megatron_rl.errors import InputError
 from megatron_rl.objective import (
     Denominators,
-    ObjectiveInputs,
     compute_denominators,
     compute_objective,
     finalize_metrics,
 )
 from megatron_rl.objective.aggregation import Collector, MetricStats
 from tests.support.rounding import assert_rounded, rounded
-from tests.unit.objective.batches import BATCH, loss_and_gradient, packed, padded, random_batch
+from tests.unit.objective.batches import BATCH, loss_and_gradient, packed, padded, random_batch, worked
 
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
 
@@ -54,8 +53,7 @@ CONFIGS = [
 
 def test_denominators_come_from_outside_when_given():
     current = torch.zeros(1, 4, dtype=torch.float64)
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    inputs = ObjectiveInputs(current, current, None, torch.full((1,), -1.0, dtype=torch.float64), mask)
+    inputs = worked(current, current, None, advantage=-1.0)
     for aggregation, want in (("token-mean", 4 / 40), ("seq-mean-token-mean", 1 / 5), ("seq-mean-token-sum", 4 / 5)):
         config = ObjectiveConfig.model_validate({"aggregation": aggregation})
         for counts in (Denominators(40, 5), Denominators(torch.tensor(40.0).double(), torch.tensor(5.0).double())):
@@ -124,7 +122,7 @@ def _chunks(items, size):
 
 def test_variance_refuses_row_numbers_as_identities_of_a_microbatch():
     inputs, _ = padded(random_batch(1))
-    inputs = type(inputs)(**{**vars(inputs), "sequence_ids": None})
+    inputs = replace(inputs, sequence_ids=None)
     config = ObjectiveConfig.model_validate({"variance": {"sigma": 0.2}})
     assert np.isfinite(compute_objective(inputs, config).loss.item())
     with pytest.raises(InputError, match="sequence_ids"):
@@ -137,7 +135,7 @@ def test_an_empty_microbatch_adds_nothing(with_inference, dual_clip):
     config = ObjectiveConfig.model_validate({"policy_term": {"name": "ppo_clip", "dual_clip": dual_clip}})
     inputs, _ = padded(random_batch(2))
     if not with_inference:
-        inputs = type(inputs)(**{**vars(inputs), "inference_logprobs": None})
+        inputs = replace(inputs, inference_logprobs=None)
     empty = {k: v[:0] if isinstance(v, torch.Tensor) else v for k, v in vars(inputs).items()}
     counts = compute_denominators(inputs, config)
     full = compute_objective(inputs, config, counts)

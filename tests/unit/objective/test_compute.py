@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.Ob
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_everything_masked_is_zero_and_not_nan(name, aggregation):
     inputs, _ = padded(random_batch(1))
-    inputs = type(inputs)(**{**vars(inputs), "loss_mask": torch.zeros_like(inputs.loss_mask)})
+    inputs = replace(inputs, loss_mask=torch.zeros_like(inputs.loss_mask))
     config = ObjectiveConfig.model_validate(
         {
             "policy_term": name,
@@ -58,8 +59,8 @@ def test_one_update_per_batch_needs_no_old_logprobs(name):
     config = ObjectiveConfig.model_validate(
         {"policy_term": name, "correction": [] if name in CARRY_W else [{"mode": "tis"}]}
     )
-    without = type(inputs)(**{**vars(inputs), "old_logprobs": None})
-    with_current = type(inputs)(**{**vars(inputs), "old_logprobs": inputs.current_logprobs.detach()})
+    without = replace(inputs, old_logprobs=None)
+    with_current = replace(inputs, old_logprobs=inputs.current_logprobs.detach())
     results = [compute_objective(x, config) for x in (without, with_current)]
     (loss, gradient), (loss_2, gradient_2) = (
         loss_and_gradient(r, x, mask) for r, x in zip(results, (without, with_current))
@@ -90,7 +91,7 @@ def test_needs_old_logprobs():
 @pytest.mark.parametrize("name", CARRY_W)
 def test_terms_with_w_ask_for_inference_logprobs(name):
     inputs, _ = padded(random_batch(5))
-    inputs = type(inputs)(**{**vars(inputs), "inference_logprobs": None})
+    inputs = replace(inputs, inference_logprobs=None)
     with pytest.raises(InputError, match=f"policy term {name}"):
         compute_objective(inputs, ObjectiveConfig.model_validate({"policy_term": name}))
 
@@ -238,7 +239,7 @@ def test_advantages_of_single_tokens(name):
         inputs, mask = form(batch)
         per_token = torch.full(mask.shape, math.nan, dtype=torch.float64)
         per_token[mask] = torch.tensor([a for s in batch for a in s.a], dtype=torch.float64)
-        inputs = type(inputs)(**{**vars(inputs), "advantages": per_token})
+        inputs = replace(inputs, advantages=per_token)
         result = compute_objective(inputs, ObjectiveConfig.model_validate(config))
         got_loss, got_gradient = loss_and_gradient(result, inputs, mask)
         assert got_loss == rounded(loss, BATCH)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_rl.config import ObjectiveConfig
 from megatron_rl.errors import InputError
-from megatron_rl.objective import POLICY_TERMS, Denominators, ObjectiveInputs, compute_denominators, compute_objective
+from megatron_rl.objective import POLICY_TERMS, Denominators, compute_denominators, compute_objective
 from tests.support.rounding import rounded
-from tests.unit.objective.batches import padded, random_batch
+from tests.unit.objective.batches import padded, random_batch, worked
 
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
 
@@ -20,13 +21,7 @@ def weights(log_rho: list[list[float]], correction: list[dict], term: str = "cis
     """Weight of every token, read off the gradient of a term whose own weight is 1 (r = 1)."""
     log_rho = torch.tensor(log_rho, dtype=torch.float64)
     current = torch.full_like(log_rho, -1.0).requires_grad_()
-    inputs = ObjectiveInputs(
-        current,
-        current.detach(),
-        current.detach() - log_rho,
-        torch.full((len(log_rho),), a, dtype=torch.float64),
-        torch.ones_like(log_rho, dtype=torch.bool),
-    )
+    inputs = worked(current, current.detach(), current.detach() - log_rho, a)
     config = ObjectiveConfig.model_validate({"policy_term": term, "correction": correction})
     (gradient,) = torch.autograd.grad(compute_objective(inputs, config).loss, current)
     return -gradient * log_rho.numel() / a
@@ -59,8 +54,7 @@ def test_the_sequence_ratio_is_clamped_after_the_sum():
 
 def test_normalized_weights_of_nothing_stay_finite():
     current = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
-    mask = torch.zeros(2, 3, dtype=torch.bool)
-    inputs = ObjectiveInputs(current, current.detach(), current.detach(), torch.ones(2, dtype=torch.float64), mask)
+    inputs = worked(current, current.detach(), current.detach(), mask=torch.zeros(2, 3, dtype=torch.bool))
     config = ObjectiveConfig.model_validate({"correction": [{"mode": "is", "normalize": True}]})
     for counts in (None, Denominators(0.0, 0.0, True)):
         assert compute_objective(inputs, config, counts).loss.item() == 0.0
@@ -75,7 +69,7 @@ def test_renormalize_needs_denominators_counted_with_the_same_config():
         compute_objective(inputs, ObjectiveConfig(), compute_denominators(inputs, renormalizing))
     with pytest.raises(InputError, match="cannot be added"):
         compute_denominators(inputs) + compute_denominators(inputs, renormalizing)
-    without_old = type(inputs)(**{**vars(inputs), "old_logprobs": None})
+    without_old = replace(inputs, old_logprobs=None)
     with pytest.raises(InputError, match="old_logprobs is None"):
         compute_denominators(without_old, renormalizing)
 
@@ -84,8 +78,7 @@ def test_metrics_of_the_weights():
     """Ratios 1, 4, 0.25 under tis C = 2: mean and extremes before truncation, spread and sample size after it."""
     log_rho = torch.tensor([[0.0, math.log(4.0), math.log(0.25)]], dtype=torch.float64)
     current = torch.full((1, 3), -1.0, dtype=torch.float64)
-    mask = torch.ones(1, 3, dtype=torch.bool)
-    inputs = ObjectiveInputs(current, current, current - log_rho, torch.ones(1, dtype=torch.float64), mask)
+    inputs = worked(current, current, current - log_rho)
 
     def metrics(*correction: dict) -> dict[str, float]:
         measured = compute_objective(inputs, ObjectiveConfig.model_validate({"correction": correction})).metrics
@@ -124,13 +117,7 @@ def test_weights_as_applied_are_measured_with_what_was_dropped():
     """icepop on rho = 1, 2, 6: the weights are 1, 2, 0."""
     log_rho = torch.tensor([[0.0, math.log(2), math.log(6)]], dtype=torch.float64)
     current = torch.full_like(log_rho, -1.0).requires_grad_()
-    inputs = ObjectiveInputs(
-        current,
-        current.detach(),
-        current.detach() - log_rho,
-        torch.ones(1, dtype=torch.float64),
-        torch.ones(1, 3, dtype=torch.bool),
-    )
+    inputs = worked(current, current.detach(), current.detach() - log_rho)
     metrics = compute_objective(inputs, ObjectiveConfig.model_validate({"correction": ["icepop"]})).metrics
     expected = {"mean": 1.0, "std": math.sqrt(2 / 3), "max": 2.0, "min": 0.0, "eff_sample_size": 1 / (5 / 3)}
     measured = {name: metrics[f"rollout_corr/applied_weight_{name}"] for name in expected}
@@ -144,7 +131,7 @@ def test_weights_as_applied_are_those_of_trained_tokens():
     log_rho = torch.tensor([[0.1, 0.1, 0.1], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
     current = torch.full_like(log_rho, -1.0)
     mask = torch.tensor([[True] * 3, [True, False, False], [False] * 3])
-    inputs = ObjectiveInputs(current, current, current - log_rho, torch.ones(3, dtype=torch.float64), mask)
+    inputs = worked(current, current, current - log_rho, mask=mask)
     for bounds, kept in (({"lower": 0.001, "upper": 0.1}, 3), ({"lower": 0.001}, 4)):
         entry = {"mode": "reject", "statistic": "seq_mean_k3", **bounds}
         metrics = compute_objective(inputs, ObjectiveConfig.model_validate({"correction": [entry]})).metrics
@@ -160,13 +147,7 @@ def test_weights_as_applied_are_those_of_trained_tokens():
 def test_a_token_that_the_learner_holds_for_impossible_gives_no_nan(term, old):
     current = torch.tensor([[-1.0, -math.inf, -0.5]], dtype=torch.float64, requires_grad=True)
     other = torch.full((1, 3), -1.0, dtype=torch.float64)
-    inputs = ObjectiveInputs(
-        current,
-        other if old else None,
-        other,
-        torch.tensor([-1.0], dtype=torch.float64),
-        torch.ones(1, 3, dtype=torch.bool),
-    )
+    inputs = worked(current, other if old else None, other, advantage=-1.0)
     result = compute_objective(inputs, ObjectiveConfig.model_validate({"policy_term": term}))
     (gradient,) = torch.autograd.grad(result.loss, current)
     assert bool(result.loss.isfinite())

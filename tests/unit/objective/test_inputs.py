@@ -12,6 +12,7 @@ from megatron_rl.config import ObjectiveConfig, objective
 from megatron_rl.errors import InputError
 from megatron_rl.objective import ObjectiveInputs, compute_objective
 from megatron_rl.objective.inputs import MAX_LOG_RATIO
+from tests.unit.objective.batches import worked
 
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
 
@@ -53,5 +54,4 @@ def test_ratios_end_where_the_configuration_says():
 def test_the_ratio_is_to_the_old_policy_and_1_where_there_is_none(old, kl):
     current = torch.full((1, 2), -2.0, dtype=torch.float64)
     given = None if old is None else torch.full_like(current, old)
-    inputs = ObjectiveInputs(current, given, None, torch.ones(1, dtype=torch.float64), torch.ones(1, 2).bool())
-    assert compute_objective(inputs, ObjectiveConfig()).metrics["actor/ppo_kl"] == kl
+    assert compute_objective(worked(current, given, None), ObjectiveConfig()).metrics["actor/ppo_kl"] == kl

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,9 +67,7 @@ def noise_factor(form, batch, sigma=0.2, key=(3, 1)) -> torch.Tensor:
     config = ObjectiveConfig.model_validate({"policy_term": "cispo", "variance": {"sigma": sigma}})
     clean = ObjectiveConfig.model_validate({"policy_term": "cispo"})
     inputs, mask = form(batch)
-    inputs = type(inputs)(
-        **{**vars(inputs), "old_logprobs": None, "advantages": torch.ones(len(batch), dtype=torch.float64)}
-    )
+    inputs = replace(inputs, old_logprobs=None, advantages=torch.ones(len(batch), dtype=torch.float64))
     noisy = loss_and_gradient(compute_objective(inputs, config, noise_key=key), inputs, mask)[1]
     return noisy / loss_and_gradient(compute_objective(inputs, clean), inputs, mask)[1]
 
@@ -117,5 +116,5 @@ def test_spurious_signal_estimates():
     assert (outside & ~cut).any(), "Eq 12 counts tokens whose gradient is left alone as well"
     assert metrics["hacking/cov_x_inv_rho"] == rounded(covariance.item(), BATCH)
     assert metrics["hacking/clip_bias"] == rounded((r * a * -outside.double()).mean().item(), BATCH)
-    without = type(inputs)(**{**vars(inputs), "inference_logprobs": None})
+    without = replace(inputs, inference_logprobs=None)
     assert "hacking/cov_x_inv_rho" not in compute_objective(without, ObjectiveConfig()).metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_extremes_look_at_trained_tokens_only():
 def test_names_of_the_specification_are_all_there():
     batch = random_batch(1)
     inputs, mask = padded(batch)
-    inputs = type(inputs)(**{**vars(inputs), "entropy": mask.double() * 0.7})
+    inputs = replace(inputs, entropy=mask.double() * 0.7)
     config = ObjectiveConfig.model_validate(
         {"policy_term": {"name": "ppo_clip", "dual_clip": 3.0}, "correction": [{"mode": "icepop"}]}
     )
@@ -108,7 +109,7 @@ def test_actor_metrics(term):
 
 def test_without_inference_logprobs_no_mismatch_is_claimed():
     inputs, _ = padded(random_batch(5))
-    inputs = type(inputs)(**{**vars(inputs), "inference_logprobs": None})
+    inputs = replace(inputs, inference_logprobs=None)
     names = set(compute_objective(inputs, ObjectiveConfig()).metrics)
     assert not any(name.startswith(("mismatch/", "rollout_corr/", "training/")) for name in names)
 

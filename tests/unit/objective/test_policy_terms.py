@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_rl.config import ObjectiveConfig
-from megatron_rl.objective import ObjectiveInputs, compute_objective
+from megatron_rl.objective import compute_objective
 from tests.support.rounding import assert_rounded, rounded
-from tests.unit.objective.batches import BATCH, loss_and_gradient, padded, random_batch
+from tests.unit.objective.batches import BATCH, loss_and_gradient, padded, random_batch, worked
 from tests.unit.objective.reference import ANCHORED, DEFAULTS
 
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
@@ -54,10 +55,9 @@ def test_log_ratios_of_100_stay_finite_and_beyond_the_clamp_constant(name, log_r
         far = current.detach() - torch.tensor([[0.0, log_ratio]], dtype=dtype)
         near = current.detach().clone()
         old, inference = (far, near) if which == "old" else (near, far)
-        mask = torch.ones(1, 2, dtype=torch.bool)
-        inputs = ObjectiveInputs(current, old, inference, torch.tensor([a], dtype=dtype), mask)
+        inputs = worked(current, old, inference, a)
         result = compute_objective(inputs, ObjectiveConfig.model_validate({"policy_term": name}))
-        loss, gradient = loss_and_gradient(result, inputs, mask)
+        loss, gradient = loss_and_gradient(result, inputs, inputs.loss_mask)
         assert math.isfinite(loss)
         assert torch.isfinite(gradient).all()
         assert all(math.isfinite(value) for value in result.metrics.values())
@@ -86,10 +86,9 @@ def test_a_token_that_the_engine_calls_impossible(correction, weight):
     bound) does not."""
     current = torch.tensor([[-0.5, -1.0]], dtype=torch.float64, requires_grad=True)
     inference = torch.tensor([[-0.5, -torch.inf]], dtype=torch.float64)
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    inputs = ObjectiveInputs(current, current.detach(), inference, torch.ones(1, dtype=torch.float64), mask)
+    inputs = worked(current, current.detach(), inference)
     result = compute_objective(inputs, ObjectiveConfig.model_validate({"correction": [correction]}))
-    loss, gradient = loss_and_gradient(result, inputs, mask)
+    loss, gradient = loss_and_gradient(result, inputs, inputs.loss_mask)
     assert math.isfinite(loss)
     assert gradient[1].item() == rounded(-weight / 2)
     assert all(math.isfinite(value) for value in result.metrics.values())
@@ -100,7 +99,7 @@ def test_terms_anchored_on_the_rollout_engine_do_not_read_po(name):
     correction = [{"mode": "mis", "cap": 1.4}, {"mode": "veto", "threshold": 0.5}] if name == "reinforce" else []
     inputs, mask = padded(random_batch(4))
     config = ObjectiveConfig.model_validate({"policy_term": name, "correction": correction})
-    other = type(inputs)(**{**vars(inputs), "old_logprobs": inputs.old_logprobs - 0.3})
+    other = replace(inputs, old_logprobs=inputs.old_logprobs - 0.3)
     first, second = (loss_and_gradient(compute_objective(x, config), x, mask) for x in (inputs, other))
     assert first[0] == second[0]
     assert torch.equal(first[1], second[1])

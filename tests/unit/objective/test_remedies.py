@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from megatron_rl.config import ObjectiveConfig
 from megatron_rl.errors import InputError
 from megatron_rl.objective import AGGREGATIONS, ObjectiveInputs, compute_objective
 from tests.support.rounding import assert_rounded, rounded
-from tests.unit.objective.batches import BATCH, loss_and_gradient, packed, padded, random_batch
+from tests.unit.objective.batches import BATCH, loss_and_gradient, packed, padded, random_batch, worked
 from tests.unit.objective.reference import Seq, reference_objective, router_shift_weight
 
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
@@ -23,9 +24,7 @@ def test_the_penalty_is_on_the_squared_log_ratio_of_the_anchor(anchor, log_ratio
     """log r = 0.3, log w = -0.2; A = 0, so that nothing else is left. λ = 0.5."""
     current = torch.tensor([[-1.0, -1.0]], dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[True, False]])
-    inputs = ObjectiveInputs(
-        current, current.detach() - 0.3, current.detach() + 0.2, torch.zeros(1, dtype=torch.float64), mask
-    )
+    inputs = worked(current, current.detach() - 0.3, current.detach() + 0.2, 0.0, mask)
     config = ObjectiveConfig.model_validate({"log_ratio_penalty": 0.5, "anchor": anchor})
     result = compute_objective(inputs, config)
     loss, gradient = loss_and_gradient(result, inputs, mask)
@@ -38,13 +37,12 @@ def test_the_penalty_is_on_the_squared_log_ratio_of_the_anchor(anchor, log_ratio
 def test_terms_anchored_on_the_rollout_engine_are_held_to_it():
     """prime-rl's loss: DPPO and kl_tau (log w)², whatever is dropped. log w = 0.3, log r = 0.1; A = 0."""
     current, old, mu = (torch.tensor([[x]], dtype=torch.float64) for x in (-0.7, -0.8, -1.0))
-    mask = torch.ones(1, 1, dtype=torch.bool)
-    inputs = ObjectiveInputs(current.requires_grad_(), old, mu, torch.zeros(1, dtype=torch.float64), mask)
+    inputs = worked(current.requires_grad_(), old, mu, advantage=0.0)
     config = ObjectiveConfig.model_validate({"policy_term": "dppo", "log_ratio_penalty": 0.5})
-    _, gradient = loss_and_gradient(compute_objective(inputs, config), inputs, mask)
+    _, gradient = loss_and_gradient(compute_objective(inputs, config), inputs, inputs.loss_mask)
     assert gradient.tolist() == rounded([0.3])
     inputs, _ = padded(random_batch(1))
-    without = type(inputs)(**{**vars(inputs), "inference_logprobs": None})
+    without = replace(inputs, inference_logprobs=None)
     config = ObjectiveConfig.model_validate({"policy_term": "reinforce", "log_ratio_penalty": 0.5})
     with pytest.raises(InputError, match="log_ratio_penalty need"):
         compute_objective(without, config)
@@ -63,7 +61,7 @@ def test_regularizers_are_aggregated_as_terms_are_and_no_correction_drops_them(f
     def loss_and_gradient(**more):
         inputs, mask = form(batch)
         entropy = (2.0 * inputs.current_logprobs.detach()).requires_grad_()
-        inputs = type(inputs)(**{**vars(inputs), "entropy": entropy})
+        inputs = replace(inputs, entropy=entropy)
         result = compute_objective(inputs, ObjectiveConfig.model_validate({**common, **more}))
         leaves = (inputs.current_logprobs, entropy)
         gradient, of_entropy = torch.autograd.grad(result.loss, leaves, allow_unused=True, materialize_grads=True)
@@ -106,9 +104,7 @@ def test_what_leaves_the_denominators_leaves_the_regularizer(aggregation, renorm
     current = torch.full_like(log_r, -1.0)
     log_rho = torch.tensor([[1.0] * 3, [0.0] * 3], dtype=torch.float64)
     mask = torch.tensor([[True] * 3, [True, False, False]])
-    inputs = ObjectiveInputs(
-        current, current - log_r, current - log_r - log_rho, torch.zeros(2, dtype=torch.float64), mask
-    )
+    inputs = worked(current, current - log_r, current - log_r - log_rho, 0.0, mask)
     entry = {"mode": "reject", "upper": 0.1, "renormalize": renormalize}
     config = {"log_ratio_penalty": 1.0, "correction": [entry], "aggregation": aggregation}
     result = compute_objective(inputs, ObjectiveConfig.model_validate(config))
@@ -131,17 +127,9 @@ INTERPOLATE = {"anchor": "interpolate", "correction": ["is"]}
 def test_the_older_a_token_the_nearer_its_anchor_is_to_pi(d, log_r, log_weight):
     """log w = 0.2: r = w^(1/d), and the weight of pi_prox against mu is w^(1 - 1/d). Their product is w."""
     current = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
-    mask = torch.ones(1, 1, dtype=torch.bool)
-    inputs = ObjectiveInputs(
-        current,
-        None,
-        torch.tensor([[-1.2]], dtype=torch.float64),
-        torch.ones(1, dtype=torch.float64),
-        mask,
-        distances=torch.tensor([[d]]),
-    )
+    inputs = worked(current, None, torch.tensor([[-1.2]], dtype=torch.float64), distances=torch.tensor([[d]]))
     result = compute_objective(inputs, ObjectiveConfig.model_validate(INTERPOLATE))
-    loss, gradient = loss_and_gradient(result, inputs, mask)
+    loss, gradient = loss_and_gradient(result, inputs, inputs.loss_mask)
     assert loss == rounded(-math.exp(0.2))
     assert gradient.item() == rounded(-math.exp(0.2))
     assert result.metrics["actor/ppo_kl"] == rounded(-log_r)
@@ -173,7 +161,7 @@ def test_terms_and_corrections_see_the_interpolated_policy_in_the_place_of_po(fo
     inputs, mask = form(batch)
     distances = torch.zeros(mask.shape, dtype=torch.int64)
     distances[mask] = torch.tensor([d for row in ages for d in row])
-    inputs = type(inputs)(**{**vars(inputs), "old_logprobs": None, "distances": distances})
+    inputs = replace(inputs, old_logprobs=None, distances=distances)
     result = compute_objective(inputs, ObjectiveConfig.model_validate({**config, "anchor": "interpolate"}))
     computed, gradient = loss_and_gradient(result, inputs, mask)
     assert computed == rounded(loss, BATCH)
@@ -185,9 +173,7 @@ def test_the_interpolated_anchor_needs_the_age_of_a_token():
     inputs, _ = padded(random_batch(1))
     with pytest.raises(InputError, match="distances is None, but anchor interpolate needs"):
         compute_objective(inputs, ObjectiveConfig.model_validate(INTERPOLATE))
-    without = type(inputs)(
-        **{**vars(inputs), "inference_logprobs": None, "distances": torch.zeros_like(inputs.loss_mask)}
-    )
+    without = replace(inputs, inference_logprobs=None, distances=torch.zeros_like(inputs.loss_mask))
     with pytest.raises(InputError, match="anchor interpolate need"):
         compute_objective(without, ObjectiveConfig.model_validate({"anchor": "interpolate"}))
 
@@ -195,7 +181,7 @@ def test_the_interpolated_anchor_needs_the_age_of_a_token():
 def with_shift(inputs: ObjectiveInputs, mask: torch.Tensor, shifts: list[list[float]]) -> ObjectiveInputs:
     shift = torch.full(mask.shape, torch.nan, dtype=torch.float64)
     shift[mask] = torch.tensor([x for row in shifts for x in row], dtype=torch.float64)
-    return type(inputs)(**{**vars(inputs), "router_shift": shift})
+    return replace(inputs, router_shift=shift)
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo", "cispo", "sapo", "fipo"])
@@ -226,9 +212,9 @@ def test_a_router_that_halves_a_score_moves_the_ratio(score, slope):
     """One layer, one expert of score 1/2 that falls: γ = new/old, here 0.9, and below the floor of 0.8 that."""
     assert router_shift_weight([[0.5]], [[score]], 0.8) == rounded(slope / 1.2)
     current = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
-    old, one = torch.tensor([[-1.0 - math.log(1.2)]], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    old = torch.tensor([[-1.0 - math.log(1.2)]], dtype=torch.float64)
     shift = torch.tensor([[math.log(0.5 / score)]], dtype=torch.float64)
-    inputs = ObjectiveInputs(current, old, old, one, torch.ones(1, 1, dtype=torch.bool), router_shift=shift)
+    inputs = worked(current, old, old, router_shift=shift)
     result = compute_objective(inputs, ObjectiveConfig.model_validate({"router_shift": 0.8}))
     (gradient,) = torch.autograd.grad(result.loss, current)
     assert (result.loss.item(), gradient.item()) == (rounded(-slope), rounded(-slope))
