@@ -97,14 +97,6 @@ class TestSampling:
         for rollout_routes, expected_routes in zip(flat(groups, "routed_experts"), routes, strict=True):
             assert (np.sort(rollout_routes, -1) == expected_routes).all()
 
-        head = reference.lm_head.weight.data
-        try:  # the bound is tight enough to see an output layer in the next smaller type
-            reference.lm_head.weight.data = head.half().float()
-            rounded, _ = hf_reference.score(reference, groups, sampling)
-        finally:
-            reference.lm_head.weight.data = head
-        assert np.abs(np.concatenate(rounded) - expected).max() > bound
-
     def test_kept_sets_are_what_was_sampled_from(self, generator, double_reference):
         """Those of the HF model, but for tokens where the cumulated probability is within rounding of top_p."""
         sampling = Sampling(MAX_RESPONSE_LENGTH, 0.9, top_k=6, top_p=0.9, candidates=20)
