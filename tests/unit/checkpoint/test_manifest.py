@@ -104,6 +104,8 @@ def test_pruning_spares_the_newest_and_the_best(tmp_path):
     assert [p.name[-1] for p in manifest.list_checkpoints(tmp_path)] == ["2", "5", "6"]
     manifest.prune(tmp_path, keep_last=0)
     assert len(manifest.list_checkpoints(tmp_path)) == 3
+    manifest.prune(tmp_path, keep_last=1)
+    assert [p.name[-1] for p in manifest.list_checkpoints(tmp_path)] == ["6"]
     assert "damaged_step_00000001" in names(tmp_path)
 
 

@@ -126,6 +126,10 @@ def test_refused(config, reason):
         ({"correction": [{"mode": "tis", "cap": 0.5}]}, "below 1"),
         ({"anchor": "interpolate", "correction": ["veto"]}, "add correction is or tis"),
         (
+            {"advantage": "min_variance"},
+            "min_variance is the best baseline for terms that are multiplied by the product",
+        ),
+        (
             {"correction": [{"mode": "mask", "lower": 0.5, "upper": 1e9}]},
             "mask has the upper bound 1e.09, which no ratio",
         ),

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.config.rollout import ExactConfig, NoiseConfig, RolloutConfig
 from megatron_rl.exact.doses import make_dose
-from megatron_rl.exact.generator import ExactGenerator
+from megatron_rl.exact.generator import ExactGenerator, sample
 from megatron_rl.exact.turns import Responses
 from megatron_rl.rollout.generator import Sampling
 from megatron_rl.types import Prompt
@@ -119,6 +119,12 @@ def test_frozen_noise_is_a_function_of_the_last_tokens(context):
     assert {len(sizes) for sizes in seen.values()} == {1}
     assert len(seen) > 4**context
     assert len(set.union(*seen.values())) == len(seen)
+
+
+def test_a_token_of_probability_0_is_never_drawn():
+    """Its cumulated probability is that of the token before it, which a number that is as large exceeds."""
+    halves = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0]], dtype=torch.float64).expand(3, -1)
+    assert sample(halves, torch.tensor([0.0, 0.25, 0.5], dtype=torch.float64)).tolist() == [1, 1, 3]
 
 
 def test_independent_noise_is_another_one_at_every_token():

@@ -275,6 +275,7 @@ def test_transformer_engines_layers_are_refused(monkeypatch):
 
 def test_megatrons_fields_say_windows_sinks_biases_and_activation():
     config = model.transformer_config(GPT_OSS, LearnerConfig(), CPU, PrecisionConfig())
+    assert (config.bf16, config.fp16, config.params_dtype) == (True, False, torch.bfloat16)
     assert config.window_size == (127, 0)
     assert config.window_attn_skip_freq == [1, 0] * 12
     assert (config.softmax_type, config.add_bias_linear, config.add_qkv_bias) == ("learnable", True, True)

@@ -121,6 +121,13 @@ def test_telemetry_against_a_loop():
         assert 10**-0.15 < value / exact < 10**0.15, q
 
 
+def test_a_router_that_chooses_every_expert_has_no_margin():
+    every = torch.tensor([[0, 1], [1, 0]])
+    layer = LayerTelemetry(torch.device("cpu"))
+    assert layer.observe(torch.rand(2, 2), every, every, torch.ones(2, dtype=torch.bool)).tolist() == [False, False]
+    assert layer.packed()[2:].sum() == 0
+
+
 def test_metrics_are_ratios_of_counts():
     counts = np.zeros((2, 2 + MARGIN_BINS))
     counts[:, :2] = [[90, 100], [100, 100]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.compare import LIB, compare_times, main, names_of
+from tools.bench.compare import compare_times, main
 
 CASES = """
 import importlib
@@ -77,10 +77,3 @@ def test_a_commit_or_a_case_that_there_is_not(repository, capsys):
     with pytest.raises(SystemExit):
         compare(repository, "HEAD", "--only", "nothing")
     assert "--only nothing: one of cost, noise, new, timed" in capsys.readouterr().err
-
-
-def test_every_case_says_what_it_measures():
-    assert names_of(LIB / "cases.py")
-    text = (LIB / "cases.py").read_text()
-    for name in ("import tests", "from tests", "from tools", "import tools"):
-        assert name not in text

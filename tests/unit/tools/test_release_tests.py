@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
 from tests.support.tiny import REPOSITORY
@@ -37,19 +35,3 @@ def test_outcomes_are_counted_by_file(tmp_path):
     assert release_tests.cell(outcomes, {"tests/parallel/test_a.py"}) == "1 of 2"
     assert release_tests.cell(outcomes, {"tests/parallel/test_a.py", "tests/parallel/test_b.py"}) == "1 of 3"
     assert release_tests.cell({"tests.test_c::one": "passed"}, {"tests/test_c.py"}) == "1"
-
-
-def test_a_release_is_the_commit_that_upstream_names_its_tag_or_its_branch(tmp_path):
-    def git(*arguments: str) -> None:
-        identity = ["-c", "user.name=t", "-c", "user.email=t@example.invalid"]
-        subprocess.run(["git", *identity, "-C", str(tmp_path), *arguments], check=True, capture_output=True)
-
-    git("init", "-q")
-    git("commit", "-q", "--allow-empty", "-m", "one")
-    git("tag", "core_v0.16.1")
-    git("branch", "core_r0.16.0")
-    git("branch", "core_r0.19.0")
-    assert release_tests.commit_of(SERIES["0.16.1"], tmp_path) == "core_v0.16.1"
-    assert release_tests.commit_of(SERIES["0.19.2"], tmp_path) == "core_r0.19.0"
-    with pytest.raises(SystemExit, match=r"has neither core_v0\.18\.2 nor core_r0\.18\.0"):
-        release_tests.commit_of(SERIES["0.18.2"], tmp_path)
