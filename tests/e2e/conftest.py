@@ -1,7 +1,5 @@
 """What several files of this folder start from."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

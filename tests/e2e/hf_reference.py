@@ -1,7 +1,5 @@
 """Log-probs and routes of a Hugging Face model, the reference that the engine is compared with."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

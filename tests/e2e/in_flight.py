@@ -5,8 +5,6 @@ Hugging Face's model: under `abort_and_resume` each leg anew from the start, und
 and values that earlier weights left.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

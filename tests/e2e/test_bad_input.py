@@ -3,8 +3,6 @@
 Engines are not mocked away: they are made impossible to start, so that a check that comes too late shows.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Every benchmark runs, in its smallest form: figures are made by hand, and a program that stopped working would show
 when somebody wants a figure."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.zygote import run_command

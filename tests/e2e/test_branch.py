@@ -1,7 +1,5 @@
 """A real run and two real arms of it: the control repeats the run bit for bit, the other arm differs in one key."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

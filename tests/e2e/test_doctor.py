@@ -5,8 +5,6 @@ machine, and the checks of learner and engine in forked ranks; for parity and mi
 test_precision.py.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """vLLM that crashes, samples from NaN or hangs in the middle of a run, and how the run goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whole runs in exact mode, from the command line: the gate stays at zero, and a run repeats itself."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Ranks start once for all dtypes.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

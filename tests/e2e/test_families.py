@@ -3,8 +3,6 @@
 An MoE has one layer without experts before those that have them, so that rows of routes and layers do not coincide.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Stored batches of a real run: run again bit for bit, changed, from repeated updates; mismatch split into causes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The campaign on one GPU, rehearsed: gloo for NCCL, engines on a CPU. Green as it is, red with each fault."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

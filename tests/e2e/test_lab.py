@@ -1,7 +1,5 @@
 """A study that is run, reported and run again with real engines: what a seed gives once, it gives again bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The length-decay schedule in a run on both engines: a surge seen in real response lengths halves the rate."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

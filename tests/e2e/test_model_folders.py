@@ -1,7 +1,5 @@
 """Folders with tensors that nobody reads run; a learner with another function than the engine ends after one step."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

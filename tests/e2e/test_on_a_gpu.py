@@ -1,7 +1,5 @@
 """On a GPU: the kernels of exact mode, whole runs of both engines, and the doctor's checks of one rank."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

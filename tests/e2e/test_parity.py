@@ -1,7 +1,5 @@
 """`megatron-rl parity` on real engines: sound ones are within every bound, planted faults are named where they are."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Both engines in every precision: bits of weights on both ends, fp32 parts of the engine, mismatch per dtype, and a
 run that ends for gradients that stay NaN."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,8 +1,6 @@
 """Rounded rollouts on the real engine: every stored weight, after the start and after an update, and what the learner
 sees of it. What is right is rounded by `tests.support.plain_rounding`, in numpy."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Every recipe at paper scale loads, is checked, is planned, and has a tiny twin that runs on real engines."""
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

@@ -5,8 +5,6 @@ routing is a small part of the mismatch (docs/router-replay.md), which leaves no
 `make test`.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

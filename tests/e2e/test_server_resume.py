@@ -4,8 +4,6 @@ from the same prompts in the same order, each once, and no token is of weights t
 The servers outlive the trainer, and are at work for the one that is killed.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import time

@@ -1,8 +1,6 @@
 """A real server of two workers (`rollout.tensor_parallel: 2`): what it samples while weights are broadcast to both, and
 what happens when one of them dies."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

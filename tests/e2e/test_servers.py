@@ -1,8 +1,6 @@
 """Two real servers: what they answer, that updates reach them bit for bit, and who may talk to them. They are started
 once; the tests run in order. Faults: test_server_faults.py; a run that samples ahead: test_server_resume.py."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

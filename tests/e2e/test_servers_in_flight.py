@@ -2,8 +2,6 @@
 to have sampled it, in each mode of `rollout.in_flight` (`in_flight`). Faults: `test_server_faults.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -5,8 +5,6 @@ in a process that has done its imports. Several updates a step, refilled groups,
 objective: tests/reliability and tests/parallel/test_offload.py. `torchrun`: test_turns.py.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

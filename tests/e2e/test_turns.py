@@ -1,8 +1,6 @@
 """The worked example of several turns, on both engines: recipes/tiny/calculator.yaml trains, resumes and is held to its
 file."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The real engine on the tiny trained checkpoint: what it reports is what it sampled from, and updates are exact."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Engines in several ranks of one job: shared work, the same result everywhere, Megatron's groups undisturbed."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,8 +1,6 @@
 """vLLM's own quantization while loading, as CUDA engines use it, in a real engine on a CPU: its layers, loading,
 layerwise reload and our weight updates; only the kernels that multiply fp8 are replaced, by plain ones."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

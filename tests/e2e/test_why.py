@@ -1,7 +1,5 @@
 """A real run that is made to collapse: a rule on levels goes off, and `why` suspects what was done to it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

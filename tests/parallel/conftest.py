@@ -1,7 +1,5 @@
 """What several files of this folder start from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

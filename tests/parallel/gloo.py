@@ -20,8 +20,6 @@ A rank that raises, dies or exceeds `timeout_s` ends all ranks, and `RankFailure
 the one that failed first at the top. Program output is otherwise dropped; set GLOO_RANKS_VERBOSE=1 to see it.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Several rank programs in one start of the ranks: starting is what costs."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every rank writes an equal share of a checkpoint, and reads what its layout holds."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_rl.checkpoint.shards import boxes

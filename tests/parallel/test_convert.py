@@ -1,7 +1,5 @@
 """Conversion of checkpoints: both ways, between layouts, bit for bit; and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import namedtuple

@@ -1,7 +1,5 @@
 """Exact mode: the probability of every sampled token is, bit for bit, the one that the update computes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

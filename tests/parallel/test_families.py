@@ -1,7 +1,5 @@
 """Families beside Qwen3-MoE on several ranks: log-probs, gradients, weights and conversion of one rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

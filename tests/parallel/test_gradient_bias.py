@@ -1,7 +1,5 @@
 """The gradient of a mismatched batch against a corrected one: plain PyTorch, on one rank and on two."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.parallel.gloo import run_ranks

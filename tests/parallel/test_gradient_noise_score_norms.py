@@ -1,8 +1,6 @@
 """The weights of the baseline of least variance in the learner, against gradients of one response after the other in
 transformers' model and float64, on several layouts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

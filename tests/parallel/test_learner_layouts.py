@@ -4,8 +4,6 @@ fp32. Rollouts are stored (made from a seed), so that every layout updates on th
 per number of ranks and run all layouts of that number one after the other.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

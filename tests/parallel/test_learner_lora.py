@@ -1,8 +1,6 @@
 """Adapters on a dense model and on experts: the gradient in closed form, merged weights on both ends, layouts and
 checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Gradient noise and update size as the learner measures them, against gradients taken part by part on one rank and
 against the weights before and after, on several layouts."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 Rollouts are stored; gradients are made to overflow by a hook on one parameter. Ranks are started once per number.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

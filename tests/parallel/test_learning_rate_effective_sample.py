@@ -1,7 +1,5 @@
 """The rate by effective sample size in the learner: what it is, what the weights do, and that the schedule goes on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

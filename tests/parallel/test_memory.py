@@ -3,8 +3,6 @@
 The whole table (1 to 30 million parameters, every recomputation) is tools.dev.measure_memory's.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.parallel.gloo import run_ranks

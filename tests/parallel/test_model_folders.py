@@ -1,7 +1,5 @@
 """Any single change of a model's folder is refused, reported, or without effect on the logits against transformers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

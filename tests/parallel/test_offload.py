@@ -3,8 +3,6 @@
 On a CPU host memory is the device's, and all else is as on a GPU: storages are copied, freed and made again.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`megatron-rl parity` under layouts: parts of ranks are put together, and a shard on the wrong rank is named."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.parallel.pool import Jobs

@@ -1,7 +1,5 @@
 """Optimizers and checkpoints of a patched megatron.core: a resumed run is the uninterrupted one, bit for bit."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Patched megatron.core on gloo: every layout gives the gradients of one rank, and collectives return what they say."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Replayed routes: exact under recomputation and pipelines, checked, and kept apart by model."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,8 +1,6 @@
 """Rope scaling (Llama 3's, and YaRN with latent attention): the learner's model is transformers' model; other kinds are
 refused beforehand."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

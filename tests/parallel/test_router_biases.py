@@ -1,7 +1,5 @@
 """Biases of routers: each update counts its own tokens alone, in every layout, and only an applied one moves them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

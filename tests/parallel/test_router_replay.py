@@ -3,8 +3,6 @@
 fp32, stored rollouts, routes made without an engine. Ranks start once per number of ranks and run all their jobs.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

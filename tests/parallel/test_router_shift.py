@@ -1,8 +1,6 @@
 """How far the routers of a token have moved, as the learner has it in the updates after the first, against the routers'
 logits at both times and the paper's equations."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A save that fails on one rank fails on all, at once; nobody waits for a rank that has given up."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.parallel.gloo import run_ranks

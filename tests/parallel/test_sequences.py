@@ -1,7 +1,5 @@
 """Sequences between ranks: what a replica learns from is there, bit for bit, and nothing else is."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

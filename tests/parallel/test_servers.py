@@ -1,7 +1,5 @@
 """Several ranks that fetch responses from the same servers, each for itself; the servers are made up, HTTP is real."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_rl.config.learner import PrecisionConfig

@@ -5,8 +5,6 @@ of ranks, and run the programs of the other tests of the learner. All that a run
 test_transformer_engine_layouts.py.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Families beside Qwen3-MoE over TransformerEngine's layers, on a CPU, against Megatron's own layers on one rank."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

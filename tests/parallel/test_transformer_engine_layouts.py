@@ -4,8 +4,6 @@ Against Megatron's own on one rank: gradient norms and clipping, the marks of ex
 and router, ring attention, adapters, checkpoints between both kinds of layers, conversion.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A learner whose passes round its weights as a quantized engine does, against one that numpy has rounded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What the tests of TransformerEngine's layers share: jobs of rank programs, starts, comparisons of results."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Series of small patches, and trees that they are for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

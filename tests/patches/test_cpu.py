@@ -1,7 +1,5 @@
 """The rules of the series `cpu`: what they change, where they are applied, and what they refuse."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

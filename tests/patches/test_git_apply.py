@@ -1,7 +1,5 @@
 """git applies a patch exactly, whatever the user's settings are and wherever the files stand."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

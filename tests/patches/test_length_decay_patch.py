@@ -4,8 +4,6 @@ The scheduler of every release is the one in its wheel. The patch of the command
 megatron/rl, which no wheel holds: it is checked where MEGATRON_LM names a checkout of a pinned release.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

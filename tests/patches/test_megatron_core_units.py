@@ -1,7 +1,5 @@
 """Patched functions of megatron.core that need neither ranks nor a model."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.moe_utils import router_gating_linear

@@ -1,7 +1,5 @@
 """`megatron-rl patch` on the real series and on small ones: all or nothing, there and back, on every kind of tree."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The record in a patched tree says which patches it has and leads back to upstream's files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The package or tree that a patch is for, and what is advised where it is wrong or missing."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

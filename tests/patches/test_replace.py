@@ -1,7 +1,5 @@
 """Only the files that a patch names are changed, all or none, whoever owns, links or writes files beside them."""
 
-from __future__ import annotations
-
 import os
 import random
 import tempfile

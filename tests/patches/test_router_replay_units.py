@@ -1,7 +1,5 @@
 """Patched replay of routes in megatron.core, which needs neither ranks nor a model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import checkpoint

@@ -3,8 +3,6 @@
 MEGATRON_LM names a checkout that is tested beside the releases' wheels: a wheel has no command line.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import shutil

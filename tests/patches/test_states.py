@@ -1,7 +1,5 @@
 """Which patches of a series are applied."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

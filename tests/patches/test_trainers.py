@@ -4,8 +4,6 @@ Their packages need GPUs. Each stub below makes the calls of the trainer in its 
 ranks, and the code that runs in it is in `recipes/length_decay/trainers`. The scheduler is Megatron's, patched.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

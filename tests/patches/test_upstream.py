@@ -1,7 +1,5 @@
 """Patches as pull requests."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

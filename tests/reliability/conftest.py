@@ -1,7 +1,5 @@
 """Runs in processes of their own, and the run without faults that every other must reproduce."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Responses are made from seeds instead of sampled, so that a run costs a second; 
 but the engine (tests/e2e/test_engine_faults.py has vLLM's).
 """
 
-from __future__ import annotations
-
 import errno
 import importlib
 import os

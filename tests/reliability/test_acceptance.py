@@ -1,7 +1,5 @@
 """Updates that are scored: an undone one leaves the run bit for bit as if it had not been made."""
 
-from __future__ import annotations
-
 STEPS = 7
 KINDS = ("actor/", "critic/", "response_length/", "rollout_corr/", "training/", "lr_sched/", "precision/", "val/")
 

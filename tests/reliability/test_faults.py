@@ -3,8 +3,6 @@
 Every process here is a real one and is really killed; a resumed run has to write the same metrics.jsonl, bit for bit.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

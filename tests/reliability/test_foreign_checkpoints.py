@@ -1,7 +1,5 @@
 """A checkpoint from elsewhere is data: loading one whose files hold code runs none of it."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 

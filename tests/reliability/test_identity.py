@@ -1,7 +1,5 @@
 """A run directory holds one run: what may change on resume, what is refused, and what is kept of it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Alarms with `rollback`: undone updates leave the run bit for bit as if they had not been made."""
 
-from __future__ import annotations
-
 import json
 import signal
 

@@ -1,7 +1,5 @@
 """Whole runs with an objective of a user's file: they train as the built-in one, resume, and are held to the file."""
 
-from __future__ import annotations
-
 OWN = """
 import torch
 from megatron_rl.objective.corrections import Effect

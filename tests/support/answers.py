@@ -1,7 +1,5 @@
 """Random answers, and spellings of a number."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from hypothesis import settings

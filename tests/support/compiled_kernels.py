@@ -5,8 +5,6 @@ a thread's values that the assembler spills to memory; of products with many row
 Triton as a compiler.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -5,8 +5,6 @@ the kernel's PTX. A process of its own, with Triton as a compiler. The kernels a
 vLLM's own for experts, cut out of its installed source: importing vLLM takes Triton away where there is no GPU.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -9,8 +9,6 @@ the compiled modules that the CPU build lacks are empty. Any other question to t
 does without a GPU. Triton is the real one, from the folder of TransformerEngine's Python (`tests.support.te`).
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import sys

@@ -1,7 +1,5 @@
 """Packages of Debian that tests want beside the environment."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

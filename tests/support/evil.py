@@ -1,7 +1,5 @@
 """A pickle that does something when it is read."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Prints JSON. A process of its own, as tests.support.kernels. One layer of the ti
 takes 30 ms.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

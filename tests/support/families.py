@@ -1,7 +1,5 @@
 """Small random models of every family; those with experts have one layer without them in front, where they can."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

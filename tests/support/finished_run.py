@@ -1,7 +1,5 @@
 """A made-up run that has ended: its recipe and its metrics, healthy or collapsing."""
 
-from __future__ import annotations
-
 import json
 import lzma
 from pathlib import Path

@@ -3,8 +3,6 @@
 `tests/e2e/test_servers.py` starts the command itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Responses made without an engine, and groups of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ An engine's start and its end look at all objects nine times, and a learner's en
 takes 2 of the 2.1 s of processor time of an engine of the tiny model.
 """
 
-from __future__ import annotations
-
 import gc
 
 # What a test of the collector itself uses.

@@ -4,8 +4,6 @@ Whatever the type of the weights, transformers has norms, softmax, routers and r
 that rounds as what is compared with it is none.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Exact mode's Triton kernels, found where they are written. Importing them takes Triton: see tests.support.te."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType

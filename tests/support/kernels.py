@@ -4,8 +4,6 @@ A process of its own, because Triton decides at its import whether it interprets
 Triton: the tests' folder for TransformerEngine does.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """Run something in a process that is killed at a chosen moment."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

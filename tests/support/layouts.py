@@ -1,7 +1,5 @@
 """A process that runs one job after the other: what a finished one leaves in it is freed."""
 
-from __future__ import annotations
-
 import gc
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """What servers ask of vLLM's AsyncLLM, without an engine: requests, outputs that arrive late, pauses and aborts."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

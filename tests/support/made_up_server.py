@@ -4,8 +4,6 @@ For tests and measurements of the trainer's end. A response is drawn from the re
 every rank and every server gives the same one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

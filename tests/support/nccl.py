@@ -17,8 +17,6 @@ Tensors are a CPU's, marked with the GPU that they would be on. A hang raises `R
 group, as a time-out does.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

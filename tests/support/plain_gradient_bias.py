@@ -3,8 +3,6 @@
 The same stored batch, weights and parts as the rank program's, in any type; see `tests.support.plain_training`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

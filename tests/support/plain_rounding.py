@@ -1,8 +1,6 @@
 """Rounding of weights block by block in numpy, from the definitions of the types; nothing of the package or of torch's
 own float8 in it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,8 +1,6 @@
 """The routers of transformers' model, watched, and made to take recorded routes; and which of their choices rounding
 may turn."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -5,8 +5,6 @@ what rounding does to log-probs, gradients and weights of this model, Adam's amp
 `tests.support.rounding.bound_from_double`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Inputs of a plan from two recipes at paper scale."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from pathlib import Path

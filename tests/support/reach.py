@@ -8,8 +8,6 @@
 tests/unit/support/test_reach.py to the lines that run.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

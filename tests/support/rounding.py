@@ -12,8 +12,6 @@ states; a bound is never raised to what a machine shows.
 A tolerance that is no rounding is a statement about a method: tests/unit/support/test_tolerances.py lists them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

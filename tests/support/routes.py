@@ -1,7 +1,5 @@
 """Routes made without an engine, and batches that carry them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A made-up run whose reward falls, with its checkpoints, for branches of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which cases of a parametrised test `make test` runs, and which this run asks for; `make test-all` runs every one."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

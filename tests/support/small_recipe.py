@@ -1,7 +1,5 @@
 """The least that a recipe says, and what is said of a wrong one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

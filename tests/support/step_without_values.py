@@ -5,8 +5,6 @@ value decides. `Captured` refuses what a CUDA graph cannot hold. Kernels are not
 process of its own, as tests.support.kernels.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterator

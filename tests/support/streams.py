@@ -5,8 +5,6 @@ streams.import_vllm(monkeypatch)           # `torch.cuda.set_stream` is vLLM's f
 streams.ask_vllm()                         # as its graphs do; makes one current where vLLM knows of none
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace

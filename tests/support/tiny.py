@@ -1,7 +1,5 @@
 """The tiny model, recipes around it, and rollouts made without an engine: shared by tests and rank programs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Twins that differ in nothing but numbers are one: a recipe's `twin_key` is what 
 left out.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run directory with numbers made up, written by what writes them in a run."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

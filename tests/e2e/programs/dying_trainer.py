@@ -1,7 +1,5 @@
 """A trainer that dies while it sends weights. Arguments: a checkpoint, the servers' token, and their addresses."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the ranks of test_exact_layouts.py run: the command line, several times in one start of the ranks."""
 
-from __future__ import annotations
-
 from megatron_rl.__main__ import main
 from megatron_rl.run import start
 from tests.support.layouts import leave_layout

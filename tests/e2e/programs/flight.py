@@ -1,7 +1,5 @@
 """A short run with routes and stored batches, and the tools on it, in processes of their own (test_flight_tools.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

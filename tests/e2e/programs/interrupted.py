@@ -1,7 +1,5 @@
 """A training run with real engines, and faults at chosen places of it."""
 
-from __future__ import annotations
-
 from megatron_rl.__main__ import main
 from tests.reliability.programs import arm
 

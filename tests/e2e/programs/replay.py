@@ -1,7 +1,5 @@
 """What test_router_replay.py runs in a process of its own: real vLLM, real Megatron, the same rollouts."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What each rank runs in test_vllm_ranks.py and test_exact.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

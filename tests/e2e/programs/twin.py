@@ -1,7 +1,5 @@
 """What test_recipes.py runs in one process: many short runs, one engine per rollout dtype."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

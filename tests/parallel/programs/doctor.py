@@ -1,7 +1,5 @@
 """Checks of `megatron_rl.doctor` on learners and engines that are whole, or broken in one way."""
 
-from __future__ import annotations
-
 import os
 
 from megatron_rl.doctor import engine, frame, learner

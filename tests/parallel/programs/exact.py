@@ -1,7 +1,5 @@
 """Rank programs of exact mode: generate with the learner's forward pass, compare with the update's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch

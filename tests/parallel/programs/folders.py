@@ -1,7 +1,5 @@
 """What the rank of test_model_folders.py runs: single changes of a model's folder, by transformers and the learner."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Gradient norms of small batches, and what clipping makes of one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

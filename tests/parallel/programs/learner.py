@@ -1,7 +1,5 @@
 """What the ranks of test_learner_layouts.py run."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 from typing import Any

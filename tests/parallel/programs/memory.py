@@ -1,7 +1,5 @@
 """What the ranks of test_memory.py run."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

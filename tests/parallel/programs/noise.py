@@ -1,7 +1,5 @@
 """What the ranks of test_learner_noise.py run."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """What the ranks of test_offload.py run: a learner that steps aside for an engine between its updates."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

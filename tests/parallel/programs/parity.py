@@ -1,7 +1,5 @@
 """What ranks of test_parity.py run: the learner's taps under a layout, held to the checkpoint on the first rank."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

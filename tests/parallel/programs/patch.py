@@ -4,8 +4,6 @@ Weights and gradients are addressed by the names and offsets of Megatron's own s
 starts from the same global weights and its gradients can be assembled into global tensors and compared.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Rank programs for the tests of checkpointing and of optimizers with a patched megatron.core."""
 
-from __future__ import annotations
-
 import queue
 from typing import Any
 

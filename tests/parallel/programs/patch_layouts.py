@@ -1,7 +1,5 @@
 """Layouts of the tests of patches/megatron-core-0.16, and what their ranks send back: needs no Megatron."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the ranks of test_learner_precision.py run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

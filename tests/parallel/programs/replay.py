@@ -1,7 +1,5 @@
 """What the ranks of test_router_replay.py run."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """What the rank of test_rope_scaling.py runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,8 +1,6 @@
 """What the ranks of test_rounding.py run: a learner that rounds as an engine does, beside one whose checkpoint numpy
 has rounded."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

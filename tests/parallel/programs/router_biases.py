@@ -1,7 +1,5 @@
 """What the ranks of test_router_biases.py run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

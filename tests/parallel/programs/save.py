@@ -1,7 +1,5 @@
 """What the ranks of test_save_faults.py run: a save that fails on one of them, and a scorer that does."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time

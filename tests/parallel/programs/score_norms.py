@@ -1,7 +1,5 @@
 """What the ranks of test_gradient_noise_score_norms.py run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the ranks of test_sequences.py run: sequences on their way between ranks, without engines and models."""
 
-from __future__ import annotations
-
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any

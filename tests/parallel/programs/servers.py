@@ -1,7 +1,5 @@
 """Ranks of two "nodes" that fetch from the same made-up servers: rank 0, and rank 2 whose LOCAL_RANK is 0, too."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the ranks of test_checkpoint_shares.py run: saves and loads whose bytes are counted."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Iterator

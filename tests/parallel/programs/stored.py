@@ -1,7 +1,5 @@
 """What test_stored_by_0_16.py runs: it reads what a run under megatron-core 0.16.1 left, and goes on from it."""
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import fields
 from pathlib import Path

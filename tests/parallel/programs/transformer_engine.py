@@ -3,8 +3,6 @@
 It is for a helper process of its own, that has not imported Megatron.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 from collections.abc import Iterator

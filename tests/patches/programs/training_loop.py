@@ -13,8 +13,6 @@ its inference engine: a batch of random tokens, whose mean length is read from t
 own leave it, in `RLRuntimeState`. The helpers of data sets, in C++, are not compiled: there is no data set.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -1,7 +1,5 @@
 """The real client of `monitor.sinks.wandb`, in a folder of its own, and a reader of what it wrote without a network."""
 
-from __future__ import annotations
-
 import os
 import struct
 import subprocess

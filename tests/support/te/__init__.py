@@ -9,8 +9,6 @@ torch.cuda about the device by a call, the answers below serve. The device they 
 Python takes the branches that it takes there.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Hugging Face folders: which files count for learner, engine and converter, and what an export holds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

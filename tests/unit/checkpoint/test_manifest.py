@@ -1,7 +1,5 @@
 """Publishing, recovering, pruning and judging checkpoints as files; their contents do not matter here."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

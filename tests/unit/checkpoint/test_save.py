@@ -1,7 +1,5 @@
 """The copy of a rank's share that a save beside training writes, and what the reader of an index refuses."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 

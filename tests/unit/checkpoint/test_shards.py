@@ -1,7 +1,5 @@
 """The two halves of gpt-oss's fused projection, against transformers' own layer."""
 
-from __future__ import annotations
-
 import torch
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts

@@ -1,7 +1,5 @@
 """Commands on a recipe."""
 
-from __future__ import annotations
-
 import json
 
 from megatron_rl.__main__ import main

@@ -1,7 +1,5 @@
 """A wheel, installed into an empty folder and used from another one: it brings what its commands need."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Commands that need no engine run where none is installed, and the others say what to install."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What every section of a recipe shares: nothing is converted, short forms, names of the Hugging Face hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

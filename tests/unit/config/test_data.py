@@ -1,7 +1,5 @@
 """The sections data and reward: values that mean nothing or contradict each other are refused."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import ValidationError
 

@@ -4,8 +4,6 @@ It names the full path, the keys or values allowed there (of that variant, where
 line that set the value, though another recipe extends that file.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Keys of other projects: a message names ours; the table is read as it is written."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Precision in recipes: nine pairs of dtypes, switches for both sides, and the contract that `check` prints."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

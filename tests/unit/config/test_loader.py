@@ -1,7 +1,5 @@
 """Reading recipes: inheritance, overrides, YAML's traps, errors in the user's terms, the schema for editors."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

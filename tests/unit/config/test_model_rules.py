@@ -1,7 +1,5 @@
 """What a recipe may not ask of the model that it names, and layouts that people run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Alarm rules of a recipe: which are refused when it is loaded, and the rules on levels that every run has."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import ValidationError
 

@@ -1,7 +1,5 @@
 """The objective section: what is accepted, what is refused with which reason, and what only earns a warning."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

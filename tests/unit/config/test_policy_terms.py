@@ -1,7 +1,5 @@
 """Parameters of policy terms: the bounds that a recipe may give, and what the objective knows of each term."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import ValidationError
 

@@ -1,7 +1,5 @@
 """Keys that recipes had in earlier versions."""
 
-from __future__ import annotations
-
 from functools import reduce
 
 import pytest

@@ -1,7 +1,5 @@
 """The section rollout: settings that contradict each other, and quantized types."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import ValidationError
 

@@ -1,7 +1,5 @@
 """Small sections of a recipe: numbers are taken as they are written."""
 
-from __future__ import annotations
-
 from megatron_rl.config.sections import OversampleConfig
 
 

@@ -1,7 +1,5 @@
 """YAML 1.2 is read as it says, and nothing in it is executed."""
 
-from __future__ import annotations
-
 import yaml
 
 from megatron_rl.config import load_recipe

@@ -1,7 +1,5 @@
 """Files of rows: what they really are, and row groups of any size."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

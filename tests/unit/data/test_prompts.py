@@ -1,7 +1,5 @@
 """Problems become token ids: templates, chat, tools, special tokens, the length limit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The order of prompts: epochs, weighted mixes, determinism, exact resumption."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Files of problems: both layouts, both formats, and a clear message for each way a file can be wrong."""
 
-from __future__ import annotations
-
 import json
 import re
 import tracemalloc

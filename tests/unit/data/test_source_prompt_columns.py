@@ -1,7 +1,5 @@
 """What belongs to the prompt is read, or refused by name: chats in any form, system texts, tools, pictures."""
 
-from __future__ import annotations
-
 import json
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """A `PromptSet` is the list of its prompts."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Room for keys and values: what a device leaves, and what is said where it is too little."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The size of a dose: the spread of log rho over tokens, and its sum over a response."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

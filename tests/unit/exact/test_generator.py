@@ -1,7 +1,5 @@
 """The exact engine on a policy of fixed logits: where a dose falls, what it is a function of, and how large it is."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import numpy as np

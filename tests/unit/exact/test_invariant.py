@@ -1,7 +1,5 @@
 """Batch-invariant computation: rows keep their bits in any batch, and are the right numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

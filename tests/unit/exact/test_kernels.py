@@ -4,8 +4,6 @@
 arithmetic, for the kernel and for the CPU's function of the same algorithm.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.kernels import KERNELS, assert_sound, run

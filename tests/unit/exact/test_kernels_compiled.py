@@ -1,7 +1,5 @@
 """Triton's compiler takes every kernel of exact mode for an A100, an H100 and a B200."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.compiled_kernels import run

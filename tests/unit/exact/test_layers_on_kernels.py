@@ -1,7 +1,5 @@
 """Exact mode on its Triton kernels, in Triton's interpreter: generation, gate and gradients of a small model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

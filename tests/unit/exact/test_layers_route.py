@@ -1,7 +1,5 @@
 """Experts of exact mode on a CPU: those of the largest logits are chosen, and each row gets what its expert gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

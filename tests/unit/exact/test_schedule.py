@@ -1,8 +1,6 @@
 """Continuous batching on paper: every row finds its own tokens in its pages, whatever runs beside it and however small
 the cache is."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A step of exact generation on CUDA makes no host wait, and its launches depend on shapes alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_rl.instruments.plan import generation as model

@@ -1,7 +1,5 @@
 """Graphs of steps: which step is captured, what it reads and leaves, how CUDA is asked; and counts of turns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace

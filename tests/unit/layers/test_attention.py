@@ -1,7 +1,5 @@
 """PyTorch's attention under AMX, and the norm over heads that ranks share."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """What each context-parallel rank has of a packed row, and attention of its chunks, in one process."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

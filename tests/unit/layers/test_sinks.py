@@ -1,7 +1,5 @@
 """Attention with sinks, over windows, and over packed rows: values and gradients of the plain formula."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

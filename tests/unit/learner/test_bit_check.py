@@ -1,7 +1,5 @@
 """The gate of exact mode, without a model: what it lets through, what it compares, and what it cannot do without."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

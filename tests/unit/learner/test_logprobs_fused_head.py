@@ -1,7 +1,5 @@
 """The fused output layer against whole logits: values, entropy, gradients; and that the logits are never whole."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

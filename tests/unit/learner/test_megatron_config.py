@@ -1,7 +1,5 @@
 """The recipe's way to Megatron's TransformerConfig: the dispatcher of tokens, and fields that have no key."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pydantic import ValidationError

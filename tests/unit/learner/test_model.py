@@ -1,7 +1,5 @@
 """What the learner does on a GPU before it has one (the device is replaced), and asks of Megatron."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Storages that go to host memory and come back, with views into them; on a GPU (replaced here) page-locked."""
 
-from __future__ import annotations
-
 import gc
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Learning rates against the formula and Megatron's scheduler, and what each key of the optimizer does."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from unittest.mock import MagicMock

@@ -1,7 +1,5 @@
 """The check of routes where they are read."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

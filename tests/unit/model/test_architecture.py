@@ -1,7 +1,5 @@
 """A model's shape from its config.json: every key that transformers or vLLM reads, and bad ones."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib.util

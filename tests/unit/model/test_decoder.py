@@ -1,7 +1,5 @@
 """What follows from a decoder's numbers: padding of its vocabulary, and what the learner cannot build."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

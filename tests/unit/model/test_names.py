@@ -1,7 +1,5 @@
 """The table of parameter names, against Megatron's and Hugging Face's own names written out."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_rl.model.architecture import KNOWN_MODELS, architecture_from

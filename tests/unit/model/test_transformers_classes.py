@@ -1,7 +1,5 @@
 """Ling's classes in transformers: names of weights, and that GLM-4.5's modules get them as they were written."""
 
-from __future__ import annotations
-
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """Alarms: slopes against closed forms, levels, every recipe's rules, and how rules do on recorded runs."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """The frame of pages: a title that stays text, and tables of cells that are HTML."""
 
-from __future__ import annotations
-
 from megatron_rl.monitor.html_page import html_page, html_table
 
 

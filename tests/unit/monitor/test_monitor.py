@@ -1,7 +1,5 @@
 """The monitor's record over failures, resumes and ranks; gradient noise; times of phases."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Figures of runs: every panel, overlays that can be read, any title, curves of seeds."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

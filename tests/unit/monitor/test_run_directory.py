@@ -1,7 +1,5 @@
 """A run's directory: metrics survive failures and resumes, names are its own, its environment."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Sampled texts: which are kept, what is said of them, how much room they take, and that they do nothing."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """avg@n, pass@k and their interval against enumeration and simulation; the table of `eval`."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import combinations

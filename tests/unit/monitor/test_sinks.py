@@ -1,7 +1,5 @@
 """Weights & Biases gets what metrics.jsonl gets, through its real client, and cannot end a run."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import resource

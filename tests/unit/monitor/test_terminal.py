@@ -1,7 +1,5 @@
 """What a run prints: a line for a step, the status line, and how it writes times and curves."""
 
-from __future__ import annotations
-
 import math
 from io import StringIO
 

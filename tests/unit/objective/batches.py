@@ -1,7 +1,5 @@
 """Random batches for the objective's tests, in every form: lists, padded rows with garbage, packed tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -5,8 +5,6 @@ A batch is a list of sequences; a sequence has lists pi, po, mu (log-probs), a (
 Only trained tokens are in it: masking and padding are the tested code's business.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Advantages and group filters by worked numbers."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Aggregations by hand, and the promise that no layout, padding or split changes loss, gradient or metrics."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

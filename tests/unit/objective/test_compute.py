@@ -1,7 +1,5 @@
 """The objective as a whole: every part against plain loops (reference.py), empty batches, half precision."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Corrections by worked numbers: the traps peers fell into, and what a learner reports about them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

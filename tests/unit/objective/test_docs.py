@@ -1,7 +1,5 @@
 """The examples of docs/add-an-objective.md work as printed."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

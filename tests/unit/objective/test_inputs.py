@@ -1,7 +1,5 @@
 """Inputs of the objective: what does not fit is refused by name."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

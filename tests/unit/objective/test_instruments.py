@@ -1,7 +1,5 @@
 """The hacking instruments: what is biased, what is not, and noise that no layout can change."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

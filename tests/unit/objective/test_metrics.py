@@ -1,7 +1,5 @@
 """Metric names and numbers against numpy, by the age of weights too, and no wait for the device."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

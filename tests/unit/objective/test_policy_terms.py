@@ -1,7 +1,5 @@
 """Worked numbers of each policy term at its edges, and the behaviour stated for impossible and extreme tokens."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

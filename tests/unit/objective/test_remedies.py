@@ -1,7 +1,5 @@
 """Worked numbers of the remedies of 2026: VESPO, FIPO and the interpolated anchor; and of the regularizers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Sequences are drawn from mu. Weighting sequence y by 27 mu(y) turns the mean over all 27 into that expectation.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Terms, corrections, advantages and aggregations of a user's file: they act as the built-in ones do, and are tried."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

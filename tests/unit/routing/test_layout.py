@@ -1,7 +1,5 @@
 """Which routes a rank gets: slices, padding, checks that are not repeated; telemetry of a router."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np

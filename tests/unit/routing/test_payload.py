@@ -1,7 +1,5 @@
 """Routes of a response: which rows are malformed, and checksums that find and name any change."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

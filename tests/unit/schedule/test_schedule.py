@@ -1,7 +1,5 @@
 """Length decay: formula, surge detector, factor by effective sample size, the study's recipes."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from fractions import Fraction

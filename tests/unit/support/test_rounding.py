@@ -1,7 +1,5 @@
 """The bounds of tests/support/rounding.py let through every order of a computation, and no other computation."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The suite's own machinery: what runs first, what each file costs, what `make test` leaves to `make test-all`."""
 
-from __future__ import annotations
-
 from tests.conftest import how_to_repeat, rank_of
 from tests.support.costs import Book, Cost, load
 from tests.support.tiny import REPOSITORY

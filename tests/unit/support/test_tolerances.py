@@ -1,7 +1,5 @@
 """Every tolerance of the tests is a bound of tests/support/rounding.py or a named statement that is no rounding."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Benchmarks together: each has a smoke form, figures say what they are of, and none replaces a part of the package."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

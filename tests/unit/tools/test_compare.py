@@ -1,7 +1,5 @@
 """Two commits side by side: each side runs its own package, and what got worse fails."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

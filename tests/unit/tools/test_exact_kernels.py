@@ -1,7 +1,5 @@
 """The program of docs/gpu.md's figures, on the tiny model in Triton's interpreter: its lines, and that bits agree."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Fat binaries without the code of other architectures: what is kept is kept byte for byte, a change shows."""
 
-from __future__ import annotations
-
 import struct
 import zipfile
 

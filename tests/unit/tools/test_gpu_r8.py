@@ -1,7 +1,5 @@
 """The word problems of the learning curve: solutions are right unless they slip, and a run has room for them."""
 
-from __future__ import annotations
-
 import random
 
 from megatron_rl.rewards.math_task import math_verdict

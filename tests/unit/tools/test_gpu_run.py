@@ -1,7 +1,5 @@
 """A run of the campaign: what is in its file when it is cut off, its verdict, and processes that share a GPU."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Programs for developers start: what they import of this repository is there. Read, not run: engines take seconds."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

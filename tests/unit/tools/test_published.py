@@ -1,7 +1,5 @@
 """Published measurements beside the plan: bounds, the page's table, and constants that are the fit's."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

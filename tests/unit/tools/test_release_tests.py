@@ -1,7 +1,5 @@
 """What is run under each release of Megatron-Core, and how outcomes are counted."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.tiny import REPOSITORY

@@ -1,7 +1,5 @@
 """The study of bf16 softmax gives the figures of "objective-level hacking", App. C.1."""
 
-from __future__ import annotations
-
 import math
 
 import torch

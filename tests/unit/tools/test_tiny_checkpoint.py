@@ -1,7 +1,5 @@
 """The lab's task is what the tool makes, and the tool makes the same bits again."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

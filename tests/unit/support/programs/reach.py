@@ -1,7 +1,5 @@
 """Runs tests, and writes which lines of some files each of them ran."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
