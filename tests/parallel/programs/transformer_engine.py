@@ -113,65 +113,6 @@ class _Stream:
     def record_event(self, _: Any) -> None: ...
 
 
-def ring_attention(lengths: list[int]) -> dict[str, Any]:
-    """TransformerEngine's attention in fp32 of this rank's chunks of packed sequences, and its gradients: the largest
-    differences from PyTorch's of whole sequences in float64, with the differences of PyTorch's own in fp32."""
-    import torch
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-    from torch.nn.functional import scaled_dot_product_attention
-    from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import attn_forward_func_with_cp
-
-    from megatron_rl.config.learner import ParallelConfig
-    from megatron_rl.layers.context import ContextShare
-    from megatron_rl.learner.process_groups import initialize
-
-    initialize(ParallelConfig(context=dist.get_world_size() if dist.is_initialized() else 2), "cpu", seed=0)
-    group, share = parallel_state.get_context_parallel_group(), ContextShare.of_this_rank()
-    random = torch.Generator().manual_seed(0)
-    heads = {"q": 4, "k": 2, "v": 2}
-    whole = [torch.randn(sum(lengths), n, 8, generator=random) for n in heads.values()]
-    weights = torch.randn(sum(lengths), 4 * 8, generator=random)
-    own = torch.cat([torch.arange(a, b) for a, b in share.ranges(lengths)])
-    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-
-    def plain(dtype: torch.dtype) -> list[torch.Tensor]:
-        inputs = [x.to(dtype).requires_grad_() for x in whole]
-        parts = [
-            scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in qkv), is_causal=True, enable_gqa=True)
-            for qkv in zip(*(x.split(lengths) for x in inputs), strict=True)
-        ]
-        out = torch.cat([part[0].transpose(0, 1).flatten(1) for part in parts])
-        grads = torch.autograd.grad((out * weights.to(dtype)).sum(), inputs)
-        return [x.detach()[own].flatten(1) for x in (out, *grads)]
-
-    inputs = [x[own].requires_grad_() for x in whole]
-    longest = max(lengths)
-    out = attn_forward_func_with_cp(
-        True,
-        *inputs,
-        offsets,
-        offsets,
-        longest,
-        longest,
-        offsets,
-        offsets,
-        0.0,
-        group,
-        dist.get_process_group_ranks(group),
-        torch.cuda.Stream(),
-        "p2p",
-        qkv_format="thd",
-        attn_mask_type="padding_causal",
-        use_fused_attention=True,
-        window_size=(-1, 0),
-    ).flatten(1)
-    computed = [out.detach(), *torch.autograd.grad((out * weights[own]).sum(), inputs)]
-    single, double = plain(torch.float32), plain(torch.float64)
-    errors = [float((a.flatten(1) - b).abs().max()) for a, b in zip(computed, double, strict=True)]
-    return {"errors": errors, "single": [x.numpy() for x in single], "double": [x.numpy() for x in double]}
-
-
 def thd_choices() -> dict[str, str]:
     """What the learner says to attention over packed rows on each architecture, with and without flash-attn.
 
