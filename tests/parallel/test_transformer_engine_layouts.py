@@ -1,6 +1,6 @@
 """TransformerEngine's layers on several ranks, with all that their modules decide beside an update.
 
-Against Megatron's own on one rank: gradient norms and clipping, the marks of expert weights, router replay, fp32 head
+Against Megatron's own on one rank: gradient norms and clipping, router replay, fp32 head
 and router, ring attention, adapters, checkpoints between both kinds of layers, conversion.
 """
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.config.rollout import ExactConfig, NoiseConfig, RolloutConfig
 from megatron_rl.exact.doses import make_dose
-from megatron_rl.exact.generator import ExactGenerator, sample
+from megatron_rl.exact.generator import ExactGenerator, GivenTokens, sample
 from megatron_rl.exact.turns import Responses
 from megatron_rl.rollout.generator import Sampling
 from megatron_rl.types import Prompt
@@ -123,6 +123,11 @@ def test_a_token_of_probability_0_is_never_drawn():
     """Its cumulated probability is that of the token before it, which a number that is as large exceeds."""
     halves = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0]], dtype=torch.float64).expand(3, -1)
     assert sample(halves, torch.tensor([0.0, 0.25, 0.5], dtype=torch.float64)).tolist() == [1, 1, 3]
+
+
+def test_given_tokens_follow_what_each_sequence_has_made():
+    given = GivenTokens([np.array([5, 6, 7]), np.array([8])], torch.device("cpu"))
+    assert given.ahead([1, 0], np.array([0, 1]), 2).tolist() == [[8, 0], [6, 7]]
 
 
 def test_independent_noise_is_another_one_at_every_token():
