@@ -30,13 +30,14 @@ from megatron_rl.exact.decode import Decoder
 from megatron_rl.exact.generator import GivenTokens
 from megatron_rl.instruments.parity import learner_taps, transformers_taps, vllm_taps
 from megatron_rl.instruments.parity.record import Record, place
+from megatron_rl.instruments.plan.hardware import GIB
 from megatron_rl.instruments.plan.learner import BYTES
-from megatron_rl.instruments.plan.memory import GIB, parity_memory
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.logprobs import token_logprobs
 from megatron_rl.learner.model import DTYPES, build_model
 from megatron_rl.learner.process_groups import initialize
 from megatron_rl.model.architecture import Architecture, read_architecture, read_object
+from megatron_rl.model.names import stored_tensors
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.process.devices import default_device
 from megatron_rl.process.ranks import broadcast_object, world_rank, world_size
@@ -137,12 +138,34 @@ def of_first_layers(setup: Setup, num_layers: int, scratch: Path) -> Setup:
     return replace(setup, model=model)
 
 
+SPARE_HOST_GIB = 3.0
+"""Python, and the code of both engines."""
+BOUNDED_BYTES = 16
+"""Bytes a number in float64: the value, and its bound."""
+
+
 def host_gib(setup: Setup, a: Architecture) -> float:
-    """Host memory that a comparison of a model of shape ``a`` takes, in GiB (`memory`)."""
-    wider = max((setup.learner.dtype, setup.rollout.dtype), key=BYTES.__getitem__)
+    """Host memory that a comparison of a model of shape ``a`` takes, in GiB.
+
+    It is one model (on a GPU: transformers'), the taps of all witnesses, and the model in float64, whose weights are
+    read one tensor at a time.
+    """
+    size = BYTES[max((setup.learner.dtype, setup.rollout.dtype), key=BYTES.__getitem__)]
+    tensors = [math.prod(shape) for entry in stored_tensors(a) for shape in entry.hf_shapes]
     num_witnesses = sum(2 if name in ("exact", "vllm") else 1 for name in setup.witnesses)
     on_host = "transformers" in setup.witnesses or device_of(setup) == "cpu"
-    return parity_memory(a, sum(map(len, setup.sequences)), wider).host(num_witnesses, on_host) / GIB
+    tokens, moe, rows = sum(map(len, setup.sequences)), sum(a.moe_layers), 2 * a.hidden_size * a.experts_per_token
+    numbers = a.num_layers * _numbers(a) + moe * a.num_experts + 3 * (a.num_layers - moe) * a.ffn_hidden_size
+    numbers += 2 * a.hidden_size + a.vocab_size
+    taps, definition = num_witnesses * (numbers + moe * rows) * size, numbers * BOUNDED_BYTES
+    whole = on_host * sum(tensors) * size + tokens * (taps + definition) + max(tensors) * BOUNDED_BYTES
+    return whole / GIB + SPARE_HOST_GIB
+
+
+def _numbers(a: Architecture) -> int:
+    """Numbers of a token at the taps of a layer, without those of gate, up, router and single experts."""
+    query = a.num_heads * a.head_dim
+    return 6 * a.hidden_size + 4 * (query + (query if a.latent else a.num_kv_heads * a.head_dim))
 
 
 def device_of(setup: Setup) -> str:

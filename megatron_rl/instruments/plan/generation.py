@@ -2,13 +2,10 @@
 
 Exact generation has the learner's layout, `exact.schedule` and the kernels of `exact.kernels`.
 
-A step of one replica is a chain of kernels, each limited by memory traffic or by computation. Exactness has a price:
-products have tiles of 64 rows and are not split along K, so that narrow ones leave processors idle; a program of
-attention handles 512 keys of a sequence in tiles of 64 rows, of which a single query fills one head group, and another
-program joins the results; sums over ranks are gathered in full and added in order.
+Exactness has a price: products have tiles of 64 rows and are not split along K; sums over ranks are gathered in full
+and added in order.
 
-Symbols: L layers, d head width, b bytes of an element, tp `rollout.tensor_parallel`. In exact generation: n rows of a
-replica, t tensor-parallel size, k experts of a token, E experts.
+Symbols: b bytes of an element, tp `rollout.tensor_parallel`.
 """
 
 from __future__ import annotations
@@ -112,13 +109,6 @@ def weight_size(rollout: RolloutConfig) -> float:
     rows, columns = quantization.of_weights
     scale = SCALE_BYTES / (rows * columns) if rows and columns else 0.0
     return ROUNDED_BYTES[quantization.weights] + scale
-
-
-def route_bytes(recipe: Recipe, a: Architecture, tokens: float) -> float:
-    """Return the host memory of the routes of ``tokens`` tokens on every rank; 0 if none are recorded."""
-    if not recipe.routing.needs_engine_routes:
-        return 0.0
-    return tokens * sum(a.moe_layers) * a.experts_per_token * (1 if a.num_experts <= 256 else 2)
 
 
 def _activations(a: Architecture, tokens: int, b: int, tp: int) -> float:
@@ -230,30 +220,12 @@ def prefill_costs(work: Workload) -> tuple[float, float]:
     return 2 * active_parameters(a) / rate, attention / rate
 
 
-TILE = 64  # rows and columns of a product's tile; rows of a program of attention: exact/kernels
-KEY_BLOCK = 32
-SPLIT = 16  # blocks of keys per program of attention
+TILE = 64  # rows of a product's tile: exact/kernels
 KERNELS = 29
 """Kernels of a layer on one GPU, as `tests/unit/exact/test_step_without_waits.py` counts them: products, norms,
 rotations, copies of their inputs, two writes to the cache, two of attention, sums with the residual, router, order of
 the experts, two grouped products with SiLU between, sum over experts."""
 KERNELS_OF_EXPERTS = 5  # further kernels if ranks share experts: sending, and the places of others' results
-
-
-@dataclass(frozen=True)
-class ExactStep:
-    """Seconds of one step of one replica, by part."""
-
-    dense: float  # products of every token, with the head
-    experts: float
-    attention: float
-    kernels: float  # overhead of all kernels
-    exchanges: float  # exchanges between ranks
-    sampling: float
-
-    @property
-    def total(self) -> float:
-        return self.dense + self.experts + self.attention + self.kernels + self.exchanges + self.sampling
 
 
 def cache_beside(work: Workload, at_rest: float) -> EngineMemory:
@@ -275,125 +247,63 @@ def cache_beside(work: Workload, at_rest: float) -> EngineMemory:
 def exact_generation(work: Workload, cache: EngineMemory) -> float:
     """Return the seconds of generation: prompts once per replica that samples them, decoding steps at the concurrency
     that the cache allows, then the longest response alone."""
-    recipe, replicas = work.recipe, work.data_parallel
+    recipe, a, replicas = work.recipe, work.architecture, work.data_parallel
     num = work.sampled_sequences / replicas
     concurrency = max(1.0, min(num, recipe.rollout.max_num_seqs, cache.tokens / work.mean_sequence))
-    steps = num * work.mean_response / concurrency
-    tail = max(0.0, recipe.rollout.max_response_length - steps)
-    prompt, longest = work.mean_prompt, recipe.rollout.max_response_length
-    begun_together = concurrency == num
+    steps, longest = num * work.mean_response / concurrency, recipe.rollout.max_response_length
+    tail = max(0.0, longest - steps)
     prompts = num / max(1.0, recipe.rollout.num_samples / replicas)  # `requests.share_of` assigns samples to replicas
-    # Context of the longest response at half of the common steps, and at half of the steps that it takes alone.
-    halfway, alone = (steps if begun_together else longest) / 2, prompt + (steps + longest) / 2
-    a = work.architecture
     rate = work.parallel.tensor * work.gpu.flops(recipe.learner.dtype) * work.gpu.fitted(hw.LEARNER_SHARE)
     flops = 2 * active_parameters(a) + 2 * a.num_layers * query_width(a) * work.mean_prompt
     return (
-        steps * exact_step(work, concurrency, prompt + work.mean_response / 2, prompt + halfway).total
-        + tail * exact_step(work, 1.0, alone, alone).total
+        steps * exact_step(work, concurrency, cache.token_bytes * (work.mean_prompt + work.mean_response / 2))
+        + tail * exact_step(work, 1.0, cache.token_bytes * (work.mean_prompt + (steps + longest) / 2))
         + prompts * work.mean_prompt * flops / rate
     )
 
 
-def exact_step(work: Workload, sequences: float, context: float, longest: float) -> ExactStep:
-    """Return one step of ``sequences`` per replica with ``context`` tokens each and ``longest`` in the longest."""
-    a, p, b = work.architecture, work.parallel, BYTES[work.recipe.learner.dtype]
+def exact_step(work: Workload, sequences: float, cached: float) -> float:
+    """Return the seconds of one step of ``sequences`` per replica with ``cached`` bytes of keys and values each.
+
+    Dense weights and those of the experts that a token chose are read or multiplied, whichever takes longer; the cache
+    is read; kernels are launched; ranks exchange sums, and the rows of experts with all ranks of their group.
+    """
+    a, p, gpu = work.architecture, work.parallel, work.gpu
+    moe, expert = sum(a.moe_layers), 3 * a.hidden_size * a.moe_ffn_hidden_size
+    dense = (active_parameters(a) - moe * expert * a.experts_per_token) / p.tensor
     rows = _whole(sequences)
-    moe, width = sum(a.moe_layers), query_width(a) + 2 * key_value_width(a)
-    layer = _product(work, rows, a.hidden_size, width // p.tensor)
-    layer += _product(work, rows, query_width(a) // p.tensor, a.hidden_size)
-    dense = a.num_layers * layer + moe * _product(work, rows, a.hidden_size, a.num_experts or 1)
-    feed_forward = _product(work, rows, a.hidden_size, 2 * a.ffn_hidden_size // p.tensor)
-    feed_forward += _product(work, rows, a.ffn_hidden_size // p.tensor, a.hidden_size)
-    dense += (a.num_layers - moe) * feed_forward
-    dense += _product(work, rows, a.hidden_size, -(-a.vocab_size // p.tensor))
-    return ExactStep(
-        dense=dense,
-        experts=moe * _experts(work, sequences) if moe else 0.0,
-        attention=a.num_layers * _attention(work, sequences, context, longest),
-        kernels=_kernels(work),
-        exchanges=_exchanges(work, rows, b),
-        # Float64 logits are scaled, shifted, exponentiated and cumulated, each with a read and a write.
-        sampling=8 * 8 * rows * a.vocab_size / (work.gpu.bandwidth * hw.DECODE_BANDWIDTH),
-    )
+    seconds = _multiplied(work, "dense", dense, rows) + sequences * cached / (gpu.bandwidth * hw.EXACT_CACHE)
+    row, messages = rows * a.hidden_size * BYTES[work.recipe.learner.dtype], 0
+    if p.tensor > 1:
+        messages = 2 * a.num_layers
+        seconds += messages * (p.tensor - 1) * row / (hw.LINK * _rate(work, p.tensor))
+    if moe:
+        tokens = sequences * max(1.0, p.expert * p.expert_tensor / p.tensor)  # of all replicas of an expert group
+        seen = a.num_experts / p.expert * (1.0 - (1.0 - a.experts_per_token / a.num_experts) ** tokens)
+        each = _whole(tokens * a.experts_per_token / a.num_experts)
+        seconds += _multiplied(work, "experts", moe * seen * expert / p.expert_tensor, each)
+    if p.expert > 1:
+        messages += 2 * moe
+        received = (p.expert - 1) * row / p.tensor * (1 + a.experts_per_token)
+        seconds += moe * received / (hw.LINK * _rate(work, p.expert * p.expert_tensor))
+    return seconds + messages * hw.ALLREDUCE_S + _launches(work)
 
 
-def _product(work: Workload, rows: int, inner: int, columns: int) -> float:
-    """Return the seconds of [rows, inner] · [inner, columns] in tiles; few tiles leave processors unused."""
-    used = min(1.0, rows // TILE * math.ceil(columns / TILE) / work.gpu.processors)
+def _multiplied(work: Workload, kind: str, weights: float, rows: int) -> float:
     dtype = work.recipe.learner.dtype
-    traffic = inner * columns * BYTES[dtype] / (work.gpu.bandwidth * hw.EXACT_BANDWIDTH["dense"])
-    rate = work.gpu.flops(dtype) * hw.EXACT_FLOPS[BYTES[dtype]]["dense"]
-    return max(traffic, 2.0 * rows * inner * columns / rate) / used
+    traffic = weights * BYTES[dtype] / (work.gpu.bandwidth * hw.EXACT_BANDWIDTH[kind])
+    return max(traffic, 2.0 * rows * weights / (work.gpu.flops(dtype) * hw.EXACT_FLOPS[BYTES[dtype]][kind]))
 
 
-def _experts(work: Workload, sequences: float) -> float:
-    """Return the seconds of a layer's grouped products on one rank, with the tokens of all replicas of its group."""
-    a, p, dtype = work.architecture, work.parallel, work.recipe.learner.dtype
-    tokens = sequences * _replicas_of_experts(work)
-    local, weights = a.num_experts / p.expert, 3 * a.hidden_size * a.moe_ffn_hidden_size / p.expert_tensor
-    seen = 1.0 - (1.0 - a.experts_per_token / a.num_experts) ** tokens
-    rows = _whole(tokens * a.experts_per_token / a.num_experts)  # rows per expert
-    traffic = local * seen * weights * BYTES[dtype] / (work.gpu.bandwidth * hw.EXACT_BANDWIDTH["experts"])
-    computation = (
-        2.0 * local * seen * rows * weights / (work.gpu.flops(dtype) * hw.EXACT_FLOPS[BYTES[dtype]]["experts"])
-    )
-    return max(traffic, computation)
-
-
-def _attention(work: Workload, sequences: float, context: float, longest: float) -> float:
-    """Return the seconds of a layer: the largest of traffic, computation over padded tiles, and the longest program."""
-    a, dtype, gpu = work.architecture, work.recipe.learner.dtype, work.gpu
-    heads = max(1, a.num_kv_heads // work.parallel.tensor)
-    splits = math.ceil(context / (KEY_BLOCK * SPLIT))
-    used = min(1.0, sequences * heads * splits / gpu.processors)
-    keys = sequences * heads * context
-    # Each split writes and reads the weighted values of a query's heads in fp32.
-    parts = sequences * splits * a.num_heads / work.parallel.tensor * a.head_dim * 2 * BYTES["fp32"]
-    traffic = (keys * 2 * a.head_dim * BYTES[dtype] + parts) / (gpu.bandwidth * hw.EXACT_ATTENTION_BANDWIDTH)
-    computation = 2 * 2.0 * keys * TILE * a.head_dim / (gpu.flops(dtype) * hw.DECODE_FLOPS)
-    chain = min(longest / KEY_BLOCK, SPLIT) + math.ceil(longest / (KEY_BLOCK * SPLIT))  # blocks, then splits to join
-    return max(max(traffic, computation) / used, chain * hw.KEY_BLOCK_S)
-
-
-def _kernels(work: Workload) -> float:
-    """Return the launch seconds of one step: in a graph, or single launches without one (`exact.step`)."""
+def _launches(work: Workload) -> float:
+    """Return the seconds of a step's kernels: in a graph, or single launches without one (`exact.step`)."""
     a, p = work.architecture, work.parallel
     through_modules = max(p.pipeline, p.expert_tensor) > 1 or work.recipe.learner.lora is not None
     if work.recipe.rollout.enforce_eager or through_modules:
         return hw.EXACT_EAGER_S
     sums = (2 * a.num_layers - sum(a.moe_layers)) * (p.tensor + 1) if p.tensor > 1 else 0
     of_experts = sum(a.moe_layers) * KERNELS_OF_EXPERTS if p.expert > 1 else 0
-    number = a.num_layers * KERNELS + sums + of_experts
-    return hw.STEP_OVERHEAD_S / hw.EXACT_STEPS + number * hw.KERNEL_S
-
-
-def _exchanges(work: Workload, rows: int, b: float) -> float:
-    """Return the seconds of one step's exchanges in `exact.step`.
-
-    They are: gathering the partial sums of tensor-parallel ranks; sending the rows of an expert group to all its ranks
-    and results back; gathering rows that tensor-parallel ranks share; and the logits.
-    """
-    a, p, seconds = work.architecture, work.parallel, 0.0
-    moe, row = sum(a.moe_layers), rows * a.hidden_size * b
-    if p.tensor > 1:
-        link, other_ranks = hw.LINK * _rate(work, p.tensor), p.tensor - 1
-        sums = 1 + 2 * a.num_layers - moe  # sums of the embedding, attention and dense layers
-        seconds += sums * (hw.ALLREDUCE_S + other_ranks * row / link)
-        seconds += (moe + 1) * (
-            hw.ALLREDUCE_S + other_ranks * row / p.tensor / link
-        )  # after experts and before the logits
-        seconds += hw.ALLREDUCE_S + other_ranks / p.tensor * rows * a.vocab_size * b / link
-    if p.expert > 1:
-        link = hw.LINK * _rate(work, p.expert * p.expert_tensor)
-        received = (p.expert - 1) * row / p.tensor
-        seconds += moe * (2 * hw.ALLREDUCE_S + received * (1 + a.experts_per_token) / link)
-    return seconds
-
-
-def _replicas_of_experts(work: Workload) -> float:
-    p = work.parallel
-    return max(1.0, p.expert * p.expert_tensor / p.tensor)
+    return (a.num_layers * KERNELS + sums + of_experts) * hw.KERNEL_S
 
 
 def _rate(work: Workload, group: int) -> float:

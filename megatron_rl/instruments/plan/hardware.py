@@ -101,10 +101,15 @@ SERVED_S = 62e-6  # fitted: a sequence in a decoding step of a server that strea
 SAMPLED_S = 20e-6  # the same of an engine in the learner's process (Qwen3-8B on one H100, vLLM 0.30)
 EAGER_LAYER_S = 650e-6  # a layer without CUDA graphs (verl on H20)
 PREFILL_MFU = {False: 0.45, True: 0.25}  # by "is it an MoE?": share of the peak rate of an engine's prefill
-LEARNER_SHARE = {"hopper": 0.36, "h20": 0.5, "blackwell": 0.3}  # share of the peak rate of the learner's products
+LEARNER_SHARE = {"hopper": 0.36, "h20": 0.5, "blackwell": 0.3}
+"""Share of the peak rate of the learner's products. Each is set by the published runs whose passes are products alone:
+hopper: automodel-30b-8h100 and nemo04-32b-32h100-sync; h20: verl-30b-32h20-learner; blackwell:
+nemo05-32b-16gb200-sync."""
 LAYER_HOST_S = {"dense": 0.6e-3, "flex": 2e-3, "alltoall": 6e-3, "allgather": 6e-3}
 """Host seconds of a layer's forward pass over a microbatch, by how tokens get to experts: launches, and the wait for
-the number of tokens of each expert. A backward pass takes twice as long. The longer of host and products counts."""
+the number of tokens of each expert. A backward pass takes twice as long. The longer of host and products counts.
+alltoall is set by nemo06-30b-32h100-sync, nemo04-30b-32h100-sync and nemo05-30b-32gb200-async, flex by
+relax-30b-8h800-cp2; dense is an upper bound (no published run waits for it), allgather that of alltoall."""
 EXPERT_WAIT = 1.3  # time of the busiest expert-parallel rank over the mean, with routes that nobody balances
 REFIT_S = {False: 0.5, True: 4.0}  # by "is the engine beside the learner?": fixed part of a weight update
 SWITCH_S = 3.0  # fixed part of sleep or wake of an engine beside the learner
@@ -113,10 +118,8 @@ PRODUCT_SHARE = 0.7  # share of the peak rate of large products alone, to which 
 COPY_SHARE = 0.9  # the same of memory bandwidth and large copies
 DECODE_FLOPS = 0.5  # share of the peak rate of large decoding batches
 LINK = 0.7  # share of a link's rate that collectives reach
-STEP_OVERHEAD_S = 1.5e-3  # scheduler and sampler of the exact engine, per launch of a graph
 EXACT_EAGER_S = 20e-3  # a step of the exact engine without graphs
 ALLREDUCE_S = 12e-6  # latency of one small all-reduce over NVLink
-# Factor by which a phase may be off either way: what 8 of 10 published ones are within (docs/planning.md).
 ERRORS = {
     "generate": 1.35,
     "old_logprobs": 1.6,
@@ -127,19 +130,20 @@ ERRORS = {
     "offload": 2.0,
     "scores": 1.6,
     "acceptance": 1.5,
-    "rest": 2.0,
 }
+"""Factor by which a phase may be off either way: rounded from that of 8 of 10 published phases, as
+`python -m tools.dev.published` prints their ratios. generate: of verl's and the steps that are mostly generation;
+old_logprobs: 1.38 and 1.67 (verl); update: 1.0 to 1.6 of six learners; refit: 1.2 to 1.6 of six. optimizer, switch and
+offload are published in sums alone, which differ by up to 3: they have refit's, rounded up. scores is a pass as
+old_logprobs is, acceptance mostly generation with a pass."""
 # Of exact mode's kernels on an H200 (docs/gpu.md), in the small tile of decoding: dense products and those of experts.
 EXACT_BANDWIDTH = {"dense": 0.47, "experts": 0.37}  # share of memory bandwidth with few rows: 64, and 4 an expert
 EXACT_FLOPS = {  # share of the peak rate with many rows, by bytes of an element
     2: {"dense": 0.3, "experts": 0.11},
     4: {"dense": 0.21, "experts": 0.19},
 }
-EXACT_ATTENTION_BANDWIDTH = 0.5  # share of memory bandwidth of attention in splits of 512 keys
-EXACT_STEPS = 16  # steps after which the exact engine reads the sampled tokens: exact/decode.py
-KEY_BLOCK_S = 1e-6  # per block of keys, or split to join, in a program of attention
+EXACT_CACHE = 0.5  # share of memory bandwidth of attention
 KERNEL_S = 2.5e-6  # overhead of a kernel in a graph: launch and tail
-HOST_NETWORK = 2e9  # bytes/s that a rank receives over the hosts' network, for responses
 DISK = 2e9  # bytes/s that a node writes to the file system of its checkpoints
 HASH = 1.8e9  # bytes/s of SHA-256 on one core with SHA instructions
 TENSOR_OVERHEAD_S = 500e-6  # per tensor of a weight update: gathering, naming, loading
@@ -150,7 +154,6 @@ ADAM_BYTES = 30  # read and written per weight of the shard: gradient, master, t
 SPREAD = 0.8  # sigma of the logarithm of lengths of responses, cut at the longest allowed
 RESPONSE_SHARE = 0.5  # mean response over the longest allowed
 PROMPT_SHARE = 0.125  # mean prompt over the longest allowed
-TURNS = 8  # of a conversation (`rollout.function`)
 REFILL_ROUNDS = 1.5  # rounds of sampling in a step that replaces uninformative groups, at most `max_generations`
 
 

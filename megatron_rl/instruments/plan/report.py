@@ -9,20 +9,8 @@ from typing import Any
 from megatron_rl.config import Recipe
 from megatron_rl.instruments.plan import hardware as hw
 from megatron_rl.instruments.plan.hardware import GIB
-from megatron_rl.instruments.plan.learner import BYTES, active_parameters, checkpoint_cost, total_parameters
-from megatron_rl.instruments.plan.memory import (
-    PLACEMENT,
-    EvidenceCost,
-    MemoryPlan,
-    OwnCode,
-    Phase,
-    StageTime,
-    evidence_cost,
-    host_phase,
-    memory_plan,
-    own_code,
-    parity_memory,
-)
+from megatron_rl.instruments.plan.learner import active_parameters, checkpoint_cost, total_parameters
+from megatron_rl.instruments.plan.memory import MemoryPlan, Phase, host_phase, memory_plan
 from megatron_rl.instruments.plan.search import (
     Layout,
     deadline_problem,
@@ -31,7 +19,6 @@ from megatron_rl.instruments.plan.search import (
     letters,
     offload_choices,
     problems,
-    sequences_proposed,
     suggest,
 )
 from megatron_rl.instruments.plan.timing import StepTime, phase_range, step_time
@@ -44,19 +31,12 @@ class Plan:
     memory: MemoryPlan
     host: Phase
     time: StepTime  # time of the engines
-    own: OwnCode  # cost of this project's code beside the engines
-    evidence: EvidenceCost  # what `recorder.evidence` adds, of which `own` has the part without a disk
     problems: list[str]  # what does not fit; empty if all fits
 
     @cached_property
     def layouts(self) -> list[Layout]:
         """Legal layouts on as many GPUs, best first."""
         return suggest(self.work)
-
-    @cached_property
-    def sequences(self) -> tuple[int, StepTime] | None:
-        """A better `rollout.max_num_seqs` with its time of a step, if there is one."""
-        return sequences_proposed(self.work)
 
     @property
     def has_time(self) -> bool:
@@ -66,19 +46,18 @@ class Plan:
 
 def make_plan(work: Workload) -> Plan:
     """Return the plan of ``work``."""
-    memory, own_costs = memory_plan(work), own_code(work)
+    memory = memory_plan(work)
     time = step_time(work, memory.engine)
     host = host_phase(work, memory)
     all_problems = (
         problems(work, memory, lambda: suggest(work)) + host_problem(work, host) + deadline_problem(work, time)
     )
-    evidence = evidence_cost(work, own_costs, checkpoint_cost(work).size * work.ranks)
-    return Plan(work, memory, host, time, own_costs, evidence, all_problems)
+    return Plan(work, memory, host, time, all_problems)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the totals of a plan as JSON values: seconds, and GiB of a GPU or a host."""
-    time, own_costs = plan.time, plan.own
+    time = plan.time
     return {
         "recipe": plan.work.recipe.name,
         "ranks": plan.work.ranks,
@@ -92,36 +71,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "phases_range_s": {name: list(phase_range(name, seconds)) for name, seconds in time.phases.items()},
         "hidden_s": time.hidden,
         "lengths": plan.work.lengths.source,
-        "own_code": {
-            "seconds": own_costs.seconds,
-            "host_gib_rank": own_costs.host_rank / GIB,
-            "host_gib_node": own_costs.host_node / GIB,
-            "sockets_rank": own_costs.sockets,
-            "stages": [asdict(stage) for stage in own_costs.stages],
-            "aside": [asdict(stage) for stage in own_costs.aside],
-        },
         "checkpoint": asdict(checkpoint_cost(plan.work)),
-        "evidence": asdict(plan.evidence) | {"disk": plan.evidence.disk},
         "host_gib_node": plan.host.total / GIB,
-        "parity_host_gib": _parity_host_gib(plan.work),
         "problems": plan.problems,
-        "proposed": {"rollout.max_num_seqs": plan.sequences[0], "step_s": plan.sequences[1].total}
-        if plan.sequences
-        else {},
     }
 
 
-def _parity_host_gib(work: Workload) -> float:
-    """Return the host memory of `megatron-rl parity` with its six witnesses."""
-    return parity_memory(work.architecture, PARITY_TOKENS, _wider(work.recipe)).host(num_witnesses=6) / GIB
-
-
-def _wider(recipe: Recipe) -> str:
-    return max((recipe.learner.dtype, recipe.rollout.dtype), key=BYTES.__getitem__)
-
-
 NUM_LAYOUTS = 5
-FILES = 1024  # default limit of open files of a process
 
 
 def render(plan: Plan, detail: bool = False) -> str:
@@ -133,12 +89,8 @@ def render(plan: Plan, detail: bool = False) -> str:
     for phase in memory.phases:
         lines += [*_phase(phase, memory), ""]
     lines += [*_host(plan.host), ""]
-    lines += [*_cache(work, memory), *_sequences(plan), *_placements(work, memory), ""]
-    lines += [*_time(plan), _checkpoint(work), *_evidence(plan), "", *_own(plan), ""]
-    lines += [*_offload(work), ""]
-    lines += [*_parity(work), ""]
-    lines += [*_layouts(plan), ""]
-    return "\n".join(lines + _assumptions(work))
+    lines += [*_cache(work, memory), "", *_time(plan), _checkpoint(work), "", *_offload(work), ""]
+    return "\n".join([*lines, *_layouts(plan), "", *_assumptions(work)])
 
 
 def _answer(plan: Plan) -> list[str]:
@@ -152,7 +104,7 @@ def _answer(plan: Plan) -> list[str]:
     ]
     if plan.has_time:
         tokens = work.recipe.num_sequences * work.mean_response
-        parts = {"generating": time.generate, "learning": time.learning - time.rest}
+        parts = {"generating": time.generate, "learning": time.learning}
         parts |= {"weights": time.refit, "sleep, wake and copies": time.switch + time.offload}
         told = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds)
         both = f", {duration(time.hidden)} of them at the same time" * time.samples_ahead
@@ -246,22 +198,6 @@ def _offload(work: Workload) -> list[str]:
     return lines
 
 
-PARITY_TOKENS = 103  # of `megatron-rl parity`, where it is given none
-
-
-def _parity(work: Workload) -> list[str]:
-    """Return what `megatron-rl parity` takes with its own tokens, by its arithmetic."""
-    wider = _wider(work.recipe)
-    memory = parity_memory(work.architecture, PARITY_TOKENS, wider)
-    return [
-        f"parity        {PARITY_TOKENS} tokens in {wider}; GiB of one host: {memory.taps / GIB:.2f} of taps a witness, "
-        f"{memory.definition / GIB:.2f} of the model in float64, {memory.largest / GIB:.2f} of its largest tensor, "
-        f"{memory.model / GIB:.1f} of transformers' model",
-        f"  on a GPU    the weights alone, and {memory.gathered / GIB:.3f} GiB of the one tap that is put together; "
-        "other models: megatron-rl parity --layers N",
-    ]
-
-
 def _cache(work: Workload, memory: MemoryPlan) -> list[str]:
     engine, rollout = memory.engine, work.recipe.rollout
     if engine is None:
@@ -277,28 +213,6 @@ def _cache(work: Workload, memory: MemoryPlan) -> list[str]:
     ]
 
 
-def _sequences(plan: Plan) -> list[str]:
-    if plan.sequences is None:
-        return []
-    number, time = plan.sequences
-    return [
-        f"  more of it  --set rollout.max_num_seqs={number}: {duration(time.generate)} of generating instead of "
-        f"{duration(plan.time.generate)}, {duration(time.total)} a step"
-    ]
-
-
-def _placements(work: Workload, memory: MemoryPlan) -> list[str]:
-    """Return one line for each placement that the recipe does not use."""
-    lines = []
-    for placement in dict.fromkeys(PLACEMENT.values()):
-        if placement != memory.placement:
-            other = memory_plan(work, placement)
-            sizes = ", ".join(f"{phase.name} {phase.total / GIB:.1f}" for phase in other.phases[:2])
-            tokens = f", cache {other.engine.tokens} tokens" if other.engine else ""
-            lines.append(f"as {placement:<10} {sizes} GiB{tokens}: {'fits' if other.fits else 'does not fit'}")
-    return lines
-
-
 PHASES = {
     "generate": "generate",
     "old_logprobs": "old log-probs",
@@ -309,7 +223,6 @@ PHASES = {
     "switch": "sleep and wake of the engine",
     "offload": "copies to and from host memory (learner.offload)",
     "acceptance": "responses that judge the update, and the weights once more (acceptance)",
-    "rest": "own code beside the engines",
 }
 
 
@@ -337,28 +250,6 @@ def _whole_run(recipe: Recipe, step_s: float) -> str:
     return f"  run         {recipe.num_steps} steps: {recipe.num_steps * step_s / 86400:.1f} days"
 
 
-def _own(plan: Plan) -> list[str]:
-    own_costs, share = plan.own, plan.own.seconds / plan.time.total
-    lines = [
-        f"own code      about {own_costs.seconds:.1f} s a step beside the engines ({share:.1%}); host memory: "
-        f"{own_costs.host_rank / GIB:.1f} GiB a rank, {own_costs.host_node / GIB:.1f} GiB a node"
-    ]
-    lines += [
-        f"  {stage.seconds:8.2f} s  {stage.name}{_bytes(stage)}{', while servers sample' * stage.while_sampling}"
-        for stage in own_costs.stages
-    ]
-    lines += [
-        f"  {stage.seconds:8.2f} s  {stage.name}{_bytes(stage)}, where the recipe asks for it"
-        for stage in own_costs.aside
-    ]
-    few = f": raise `ulimit -n` above the usual {FILES}" if own_costs.sockets > FILES / 2 else ""
-    return [*lines, f"  sockets     about {own_costs.sockets:.0f} a rank, without NCCL's{few}"]
-
-
-def _bytes(stage: StageTime) -> str:
-    return f", {stage.received / 1e6:.0f} MB from other ranks" if stage.received > 1e6 else ""
-
-
 def _checkpoint(work: Workload) -> str:
     cost, every = checkpoint_cost(work), work.recipe.checkpoint.every
     when = f"every {every} steps" if every else "at the end"
@@ -367,18 +258,6 @@ def _checkpoint(work: Workload) -> str:
         f"{hw.DISK / 1e9:g} GB/s a node, training waits {duration(cost.stalled_s)}; meanwhile "
         f"{cost.host / GIB:.1f} GiB more of host memory a rank, {cost.device / GIB:.1f} on the GPU"
     )
-
-
-def _evidence(plan: Plan) -> list[str]:
-    cost = plan.evidence
-    stays = f"an alarm keeps at most {cost.after_alarm / GIB:.0f} GiB more (recorder.evidence)"
-    if not cost.batches:
-        return [f"evidence      {stays}"] if cost.after_alarm else []
-    return [
-        f"evidence      the newest {cost.batches} batches of {cost.batch / GIB:.2f} GiB on disk: "
-        f"{cost.disk / GIB:.0f} GiB; {cost.seconds:.2f} s a step ({cost.seconds / plan.time.total:.2%}) at "
-        f"{hw.DISK / 1e9:g} GB/s a node; {stays}"
-    ]
 
 
 def _deadline(plan: Plan) -> str:
@@ -423,36 +302,13 @@ def _layout(layout: Layout) -> str:
     )
 
 
-def _exact(work: Workload) -> str:
-    if work.recipe.rollout.engine != "exact":
-        return ""
-    bandwidth, rate = hw.EXACT_BANDWIDTH, hw.EXACT_FLOPS[BYTES[work.recipe.learner.dtype]]
-    return (
-        f"exact products at {bandwidth['dense']:.0%} of bandwidth or {rate['dense']:.0%} of peak, those of experts at "
-        f"{bandwidth['experts']:.0%} or {rate['experts']:.0%} (measured on an H200), "
-        f"exact attention at {hw.EXACT_ATTENTION_BANDWIDTH:.0%} of bandwidth "
-        f"and {1e6 * hw.KEY_BLOCK_S:g} µs a block of keys, {1e6 * hw.KERNEL_S:g} µs a kernel, "
-    )
-
-
 def _assumptions(work: Workload) -> list[str]:
-    gpu, rollout = work.gpu, work.recipe.rollout
-    layer = hw.EAGER_LAYER_S if rollout.enforce_eager else gpu.fitted(hw.DECODE_LAYER_S)
-    dispatcher = work.recipe.learner.token_dispatcher if work.architecture.is_moe else "dense"
-    served = work.served or rollout.engine == "vllm_server"
+    gpu, dispatcher = work.gpu, work.recipe.learner.token_dispatcher if work.architecture.is_moe else "dense"
     return [
-        "assumed (docs/planning.md): "
+        "assumed (docs/planning.md, plan/hardware.py): "
         f"{gpu.flops(work.recipe.learner.dtype) / 1e12:.0f} TFLOP/s, {gpu.bandwidth / 1e12:.2f} TB/s, links "
-        f"{gpu.nvlink / 1e9:.0f} and {gpu.network / 1e9:.0f} GB/s at {hw.LINK:.0%}; learning at "
-        f"{gpu.fitted(hw.LEARNER_SHARE):.0%} of peak, {1e3 * hw.LAYER_HOST_S[dispatcher]:g} ms of the host a layer "
-        f"and microbatch; decoding at {hw.DECODE_BANDWIDTH:.0%} of bandwidth, {1e6 * layer:.0f} µs a layer, "
-        f"{1e6 * (hw.SERVED_S if served else hw.SAMPLED_S):g} µs a sequence; prefill at "
-        f"{hw.PREFILL_MFU[work.architecture.is_moe]:.0%} of peak; host copies at "
-        f"{hw.HOST_LINK:.0%} of {gpu.host_link / 1e9:.0f} GB/s; "
-        f"engine graphs {hw.GRAPHS_GIB:g} GiB, allocator {hw.ALLOCATOR[0]:.1%} to {hw.ALLOCATOR[2]:.1%}, "
-        f"{_exact(work)}"
-        f"busiest expert rank {hw.EXPERT_IMBALANCE:g} × the mean, its time {work.imbalance:g} ×"
-        f"{f'; {hw.TURNS} turns a conversation' * (rollout.function is not None)}.",
+        f"{gpu.nvlink / 1e9:.0f} and {gpu.network / 1e9:.0f} GB/s; learning at {gpu.fitted(hw.LEARNER_SHARE):.0%} of "
+        f"peak, or {1e3 * hw.LAYER_HOST_S[dispatcher]:g} ms of the host a layer and microbatch",
         *([f"measured on a node ({gpu.name}): {'; '.join(gpu.measured)}"] if gpu.measured else []),
     ]
 

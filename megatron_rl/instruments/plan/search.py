@@ -176,29 +176,6 @@ def fewest_gpus(recipe: Recipe, a: Architecture, gpu: Gpu, nodes: int | None, no
     return "\n".join([f"fewest: {first + servers} {gpu.name}{of_servers}; the cheapest layout of each number", *lines])
 
 
-NUM_SEQUENCES = (64, 128, 256, 512, 1024)  # searched values of `rollout.max_num_seqs`
-WORTH = 0.99  # share of a step's time below which another value is proposed
-
-
-def sequences_proposed(work: Workload) -> tuple[int, StepTime] | None:
-    """Return the `rollout.max_num_seqs` that makes steps shorter by more than 1%, with the time of a step; else None.
-
-    More sequences at a time read the weights less often; but the sampler's memory for each of them is taken from the
-    cache. Of values within 1% of the shortest step the smallest counts: sequences beyond it only wait for the cache.
-    """
-    own = step_time(work, memory_plan(work).engine).total
-    candidates = []
-    for number in NUM_SEQUENCES:
-        other = work.with_rollout(max_num_seqs=number)
-        memory = memory_plan(other)
-        if memory.fits:
-            candidates.append((number, step_time(other, memory.engine)))
-    best = min((time.total for _, time in candidates), default=own)
-    if best >= WORTH * own:
-        return None
-    return next((number, time) for number, time in candidates if WORTH * time.total <= best)
-
-
 # Sentences on what does not fit, by how much, and what to change. Each suggested change was tried first.
 
 

@@ -21,7 +21,7 @@ from megatron_rl.instruments.plan.learner import (
     stage_parameters,
     total_parameters,
 )
-from megatron_rl.instruments.plan.memory import exact_cache, learner_stages, own_code
+from megatron_rl.instruments.plan.memory import exact_cache, learner_stages
 from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.architecture import Architecture
 from megatron_rl.model.families import FAMILIES
@@ -44,12 +44,11 @@ class StepTime:
     offload: float = 0.0  # offload copies in both directions
     scores: float = 0.0  # a pass of each response alone: objective.advantage min_variance
     acceptance: float = 0.0  # responses that judge an update, their log-probs, and the weights sent once more
-    rest: float = 0.0  # this project's own code: packing, rewards, metrics
     samples_ahead: bool = False  # rollout.max_staleness > 0: servers generate the next batch meanwhile
 
     @property
     def learning(self) -> float:
-        return self.old_logprobs + self.scores + self.update + self.optimizer + self.rest
+        return self.old_logprobs + self.scores + self.update + self.optimizer
 
     @property
     def hidden(self) -> float:
@@ -105,7 +104,6 @@ def step_time(work: Workload, engine: EngineMemory | None) -> StepTime:
         # Responses go through the pipeline one after the other, so that each stage waits for the others.
         scores=forward.of(3 + again) * work.parallel.pipeline if scored else 0.0,
         acceptance=_acceptance(work, engine, refit),
-        rest=own_code(work).seconds,
         samples_ahead=recipe.rollout.max_staleness > 0,
     )
 

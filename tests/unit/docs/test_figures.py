@@ -9,14 +9,8 @@ import subprocess
 import numpy as np
 import pytest
 
-from megatron_rl.config import load_recipe
 from megatron_rl.config.learner import DetectorConfig
-from megatron_rl.instruments.plan import GPUS, make_workload
-from megatron_rl.instruments.plan.hardware import GIB
-from megatron_rl.instruments.plan.memory import evidence_cost, memory_plan, own_code
-from megatron_rl.instruments.plan.timing import step_time
 from megatron_rl.instruments.why.command import score_packed
-from megatron_rl.model.architecture import shape_of
 from megatron_rl.monitor.alarms import CollapseRule
 from tests.support.tiny import REPOSITORY
 from tools.dev.family_mismatch import table as table_of_families
@@ -120,20 +114,6 @@ def test_performance_md_has_the_figures_of_its_records():
         recorded = set(re.findall(r"\d+(?:\.\d+)?", "\n".join(records[program]["output"]).replace(",", "")))
         assert set(numbers) <= recorded, f"{program}: {sorted(set(numbers) - recorded)}"
     assert set(MARK.search(text)[1].split(", ")) == {records[program]["commit"] for _, program in rows}
-
-
-def test_costs_of_the_evidence_of_reading_a_run_md():
-    text = " ".join((DOCS / "reading-a-run.md").read_text().split())
-    recipe_file = REPOSITORY / "recipes" / "router_replay" / "grpo-qwen3-30b-a3b-4n8g-tp4ep8-off.yaml"  # with telemetry
-    costs = {}
-    for name, settings in (("with", ()), ("without", ("routing.telemetry=false",))):
-        recipe = load_recipe(recipe_file, settings)
-        work = make_workload(recipe, shape_of(recipe.model.path)[0], GPUS["h100-80"])
-        own, step = own_code(work), step_time(work, memory_plan(work).engine).total
-        costs[name] = (evidence_cost(work, own, checkpoint=0.0).disk / GIB, own.seconds, step)
-    (disk, own, step), (_, without, _) = costs["with"], costs["without"]
-    assert f"routes take {disk:.0f} GiB" in text
-    assert f"take {own:.1f} s of a step of {step:.0f} s instead of {without:.1f} s" in text
 
 
 MEASURED = (

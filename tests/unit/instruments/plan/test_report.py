@@ -102,28 +102,14 @@ def test_shards_add_up(name):
         assert stage_parameters(a, ParallelConfig(expert=8, expert_tensor=2))[0].expert * 16 == whole.expert
 
 
-def test_adapters():
-    a = architecture_from(KNOWN_MODELS["Qwen2.5-Math-1.5B"])
-    h, q, kv, f, r = 1536, 1536, 256, 8960, 32
-    layer = r * (h + q + 2 * kv) + r * (q + h) + r * (h + 2 * f) + r * (f + h)
-
-    def of(parallel: ParallelConfig) -> list[tuple[int, int]]:
-        return [adapter_parameters(a, LoraConfig(rank=r), parallel, stage) for stage in stage_parameters(a, parallel)]
-
-    assert of(ParallelConfig()) == [(28 * layer, 0)]
-    assert of(ParallelConfig(pipeline=2)) == [(14 * layer, 0)] * 2
-    cut = r * (h + (q + 2 * kv) // 2) + r * (q // 2 + h) + r * (h + 2 * f // 2) + r * (f // 2 + h)
-    assert of(ParallelConfig(tensor=2)) == [(28 * cut, 0)]
-
-
 def test_adapters_of_experts():
     a = architecture_from(KNOWN_MODELS["Qwen3-30B-A3B"])
     h, q, kv, f, r = 2048, 4096, 512, 768, 8
-    parallel = ParallelConfig(tensor=4, expert=8)
-    (stage,) = stage_parameters(a, parallel)
+    parallel = ParallelConfig(tensor=4, expert=8, pipeline=2)
     attention = r * (h + (q + 2 * kv) // 4) + r * (q // 4 + h)
     expert = r * (h + 2 * f) + r * (f + h)
-    assert adapter_parameters(a, LoraConfig(rank=r), parallel, stage) == (48 * attention, 48 * 16 * expert)
+    for stage in stage_parameters(a, parallel):
+        assert adapter_parameters(a, LoraConfig(rank=r), parallel, stage) == (24 * attention, 24 * 16 * expert)
 
 
 def test_adapters_of_latent_vectors_and_shared_experts():
@@ -287,9 +273,7 @@ def test_host_memory_of_a_node(capsys):
     plan = make_plan(work(MOE, "h100-80", *ASIDE, nodes=1))
     learner = plan.memory.learner
     saved = checkpoint_cost(plan.work).host
-    assert plan.host.total == rounded(
-        8 * (learner.states + learner.weights + PROCESS_GIB * GIB) + plan.own.host_node + 8 * saved
-    )
+    assert plan.host.total == rounded(8 * (learner.states + learner.weights + PROCESS_GIB * GIB) + 8 * saved)
     assert 12 * 30.5e9 < 8 * learner.states < 12 * 30.6e9 + 8 * 12 * 1e6, "norms and routers are on several ranks"
     assert main(["plan", *node]) == 0
     needed = plan.host.total / GIB

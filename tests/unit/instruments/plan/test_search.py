@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import shlex
 
@@ -92,40 +91,6 @@ def test_a_faster_layout_says_how_to_get_it(capsys):
     assert own.memory.fits
     assert main(["plan", str(MOE), "--gpu", "H100"]) == 0
     assert "h100-80" in capsys.readouterr().out
-
-
-def test_more_sequences_at_a_time_are_proposed_where_they_pay(capsys):
-    """Four servers with room in their caches: 512 at a time beat 256. The step is that of a recipe that has the value;
-    with it, and where all of a step's sequences run at once, there is nothing to propose."""
-
-    def planned(*overrides):
-        loaded = load_recipe(recipe, overrides)
-        return make_plan(make_workload(loaded, shape_of(loaded.model.path)[0], GPUS["h100-80"]))
-
-    recipe = REPOSITORY / "recipes/servers/grpo-tis-qwen3-30b-a3b-2n8g-tp4ep8-servers4-sync.yaml"
-    plan = planned()
-    number, time = plan.sequences
-    taken = planned(f"rollout.max_num_seqs={number}")
-    assert number > plan.work.recipe.rollout.max_num_seqs
-    assert taken.time == time
-    assert time.total < 0.99 * plan.time.total
-    assert taken.sequences is None
-    assert make_plan(work(MOE)).sequences is None
-    assert f"--set rollout.max_num_seqs={number}: {time.generate:.0f} s of generating instead of" in render(
-        plan, detail=True
-    )
-    assert main(["plan", str(recipe), "--gpu", "h100-80", "--json"]) == 0
-    proposed = json.loads(capsys.readouterr().out)["proposed"]
-    assert proposed == {"rollout.max_num_seqs": number, "step_s": time.total}
-
-
-def test_few_sequences_are_not_proposed_more_than_the_cache_holds():
-    """From 16 at a time: the smallest value within 1% of the shortest step, not the largest."""
-    plan = make_plan(work(MOE, "h100-80", "rollout.max_num_seqs=16"))
-    number, time = plan.sequences
-    tried = {n: make_plan(work(MOE, "h100-80", f"rollout.max_num_seqs={n}")).time.total for n in (64, 128, 256, 512)}
-    assert time.total == tried[number]
-    assert all(0.99 * total > min(tried.values()) for n, total in tried.items() if n < number)
 
 
 ROUTED = REPOSITORY / "recipes/router_replay/grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml"
