@@ -3,75 +3,43 @@
 from __future__ import annotations
 
 import argparse
-import errno
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megatron_rl.arguments import COUNT, INDEX, PORT
+from megatron_rl.arguments import COUNT, INDEX, output_file
 from megatron_rl.errors import EXIT_DONE, InputError
-
-if TYPE_CHECKING:
-    from megatron_rl.instruments.watch.run import WatchedRun
-
-DEFAULT_PORT = 8420
 
 
 def add_watch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="Watch this run directory, which may be written as label=RUN."
     )
-    parser.add_argument("--page", action="store_true", help="Serve a page instead of drawing in the terminal.")
-    parser.add_argument("--port", type=PORT, help=f"Serve a page at this port; 0: any (default: {DEFAULT_PORT}).")
-    parser.add_argument("--once", action="store_true", help="Print what there is and end.")
+    parser.add_argument(
+        "--page", type=output_file, metavar="FILE", help="Write a page to this file instead of drawing in the terminal."
+    )
+    parser.add_argument("--once", action="store_true", help="Show what there is and end.")
 
 
 def run_watch(options: argparse.Namespace) -> int:
     """Watch runs live, in the terminal (state, curves, alarms) or on a page (also mismatch, routes, sampled texts).
 
-        megatron-rl run watch RUN [RUN ...]                in the terminal, until Ctrl-C; not a terminal: once, as text
-        megatron-rl run watch RUN [RUN ...] --page         as a page of this machine, which prints its address
-        megatron-rl run watch RUN [RUN ...] --port 8421    the same at another port
+        megatron-rl run watch RUN [RUN ...]                    in the terminal, until Ctrl-C; no terminal: once, as text
+        megatron-rl run watch RUN [RUN ...] --page watch.html  as one file, written again until the runs have ended
 
     RUN is a run directory, or label=RUN; several runs are drawn over each other. A run may be finished or not yet
-    begun. The command reads only the run directory and the tokenizer of its recipe, and writes no file.
-
-    The page is served on 127.0.0.1 only, and its address has a secret token. From another machine, use
-    `ssh -L 8420:127.0.0.1:8420 HOST` (a compute node: with -J LOGIN), then the same address there.
+    begun. The command writes nothing to the run directory. The page needs no scripts and nothing beside it: from
+    another machine, copy it, or serve its folder (`python -m http.server --bind 127.0.0.1`) through `ssh -L`.
     """
     from megatron_rl.instruments.watch.run import open_runs
 
     runs = open_runs(options.runs)
-    if options.page or options.port is not None:
-        return serve(runs, DEFAULT_PORT if options.port is None else options.port)
-    from megatron_rl.instruments.watch.terminal import watch
+    if options.page is not None:
+        from megatron_rl.instruments.watch.page import keep_page
 
-    watch(runs, options.once)
-    return EXIT_DONE
+        keep_page(runs, options.page, options.once)
+    else:
+        from megatron_rl.instruments.watch.terminal import watch
 
-
-def serve(runs: Sequence[WatchedRun], port: int) -> int:
-    """Serve the page until Ctrl-C and return the exit status. Raises `InputError` if the port is taken."""
-    from megatron_rl.instruments.watch.server import WatchServer
-
-    try:
-        server = WatchServer(runs, port)
-    except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            raise
-        raise InputError(f"--port {port}: {error.strerror}; --port 0 takes a free one") from error
-    port = server.server_address[1]
-    print(f"http://127.0.0.1:{port}{server.path}")
-    print(
-        f"from another machine: ssh -L {port}:127.0.0.1:{port} THIS-HOST, then the same address. Ctrl-C ends.",
-        flush=True,
-    )
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.server_close()
+        watch(runs, options.once)
     return EXIT_DONE
 
 

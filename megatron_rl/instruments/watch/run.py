@@ -20,7 +20,6 @@ from megatron_rl.errors import InputError, shown
 from megatron_rl.monitor.alarms import CollapseRule, first_collapse
 from megatron_rl.monitor.run_directory import RunDirectory, decode_line
 from megatron_rl.monitor.samples import printable
-from megatron_rl.run.recorded_batches import recorded_steps
 
 SILENT_S = 20.0  # a running run writes to its LOCK every 5 seconds
 PAUSE = 10  # a gap of more than this many medians is a pause, not a step
@@ -44,31 +43,21 @@ class WatchedRun:
         self.label, self.directory = label, RunDirectory(folder)
         self.records: list[dict[str, float]] = []
         self.broken_lines = 0
-        self._end, self._last = 0, b""  # bytes of metrics.jsonl that were read, and the last line of them
+        self._read: tuple[int, ...] | None = None  # inode, size and time of metrics.jsonl as it was read
         self._beat: tuple[str, float] = ("", 0.0)
 
     def refresh(self) -> None:
-        """Read the new lines of metrics.jsonl, or all of them where a resumed run has cut or replaced the file."""
-        lock = self.directory.lock
+        """Read metrics.jsonl again if it has changed."""
+        lock, file = self.directory.lock, self.directory.metrics
         text = lock.read_text(encoding="utf-8", errors="replace").strip() if lock.is_file() else ""
         if text != self._beat[0]:
             self._beat = (text, time.monotonic())
-        if not self.directory.metrics.is_file():
-            self._forget()
-            return
-        with self.directory.metrics.open("rb") as file:
-            file.seek(self._end - len(self._last))
-            # Each line has its step and time: another line at the same place differs.
-            if file.read(len(self._last)) != self._last:
-                self._forget()
-                file.seek(0)
-            *lines, _ = file.read().split(b"\n")
-        for line in lines:
-            self._add(line)
-            self._end, self._last = self._end + len(line) + 1, line + b"\n"
-
-    def _forget(self) -> None:
-        self.records, self.broken_lines, self._end, self._last = [], 0, 0, b""
+        state = file.stat() if file.is_file() else None
+        now = state and (state.st_ino, state.st_size, state.st_mtime_ns)
+        if now != self._read:
+            self.records, self.broken_lines, self._read = [], 0, now
+            for line in file.read_bytes().split(b"\n")[:-1] if now else ():
+                self._add(line)
 
     def _add(self, line: bytes) -> None:
         """Add a record. A step that is recorded again replaces all from it on; a line that is no record is counted."""
@@ -137,10 +126,6 @@ class WatchedRun:
                 if match := _ALARM.match(line):
                     texts[int(match["step"]), match["name"]] = printable(match["text"])
         return [SeenAlarm(*alarm, texts.get(alarm, "")) for alarm in found]
-
-    def batch_steps(self) -> list[int]:
-        """Return the steps whose batches are on disk."""
-        return recorded_steps(self.directory.batches)
 
 
 def open_runs(arguments: Sequence[str]) -> list[WatchedRun]:

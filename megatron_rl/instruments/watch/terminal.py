@@ -48,7 +48,7 @@ def frame(runs: Sequence[WatchedRun], width: int) -> RenderableType:
     """Return what ``runs`` hold now, at most ``width`` wide, the most important part first."""
     for run in runs:
         run.refresh()
-    below = Text("\nmismatch by band, routes, sampled texts: megatron-rl run watch RUN --page", style="dim")
+    below = Text("\nmismatch by band, routes, sampled texts: megatron-rl run watch RUN --page FILE", style="dim")
     return Printable(Group(_overview(runs, width), _curves(runs, width), *_alarms(runs), below))
 
 

@@ -1,20 +1,17 @@
-"""The pages: what they hold of a run, tokens coloured by rho, and a model's text that stays text."""
+"""The page: what it holds of a run, when it is written again, and a model's text that stays text."""
 
 from __future__ import annotations
 
 import html
-import math
 import re
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_rl.errors import InputError
+from megatron_rl.__main__ import main
 from megatron_rl.instruments.watch import page
 from megatron_rl.instruments.watch.run import WatchedRun
-from megatron_rl.run.recorded_batches import delete_batch, record_batch
-from tests.support.tiny import MODEL, stored_rollouts
+from megatron_rl.run.control import RunLock
 from tests.support.written_run import BANDS, EVIL, WrittenRun
 
 
@@ -38,8 +35,7 @@ def text_of(markup: str) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "", markup))
 
 
-def test_the_overview_has_state_alarms_curves_mismatch_routes_and_texts(written, run):
-    written.batch(11)
+def test_the_overview_has_state_alarms_curves_mismatch_routes_and_texts(run):
     markup = page.overview([run])
     said = text_of(markup)
     assert "step 7: mismatch mismatch/rho_std = 1.02 > 0.5 for 1 steps; then: warn" in said
@@ -50,110 +46,40 @@ def test_the_overview_has_state_alarms_curves_mismatch_routes_and_texts(written,
         assert f"<td>{label}</td><td>10</td><td>{1 + 0.01 * (band - 2):.4g}</td>" in markup
     assert "would route otherwise" in said
     assert said.count("response: ") == page.SAMPLES
-    assert '<a href="batch?run=0&amp;step=11">11</a>' in markup
-    assert "million response tokens" in text_of(page.overview([run], "tokens"))
-    with pytest.raises(InputError, match="x='miles': one of step, time, tokens"):
-        page.overview([run], "miles")
-
-
-def test_text_of_files_stays_text(written, run):
-    written.batch(11)
-    for markup in (page.overview([run]), page.batch_page(run, 11, None), page.why_page(run)):
-        assert not re.search(r"<script|<img|<b>|onerror=\"|\x1b|\u202e|(src|href)=[\"'](/|http)", markup)
-
-
-def test_figures_are_drawn_again_for_a_new_record_alone(written, run, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(page, "curves_html", lambda groups, view: f"{drawn.append(view)}")
-    page.overview([run]), page.overview([run])
-    assert len(drawn) == 1
-    written.step(12)
-    run.refresh()
-    page.overview([run])
-    assert len(drawn) == 2
+    assert "12 steps" in said, "the page of `run why`"
+    assert "step     4  mismatch-contract" in said
+    assert not re.search(r"<script|<img|<b>|onerror=\"|\x1b|\u202e|(src|href)=[\"'](/|http)", markup), "text stays text"
 
 
 def test_runs_that_have_not_begun(tmp_path):
     run = WatchedRun("run", tmp_path)
     run.refresh()
     said = text_of(page.overview([run]))
-    for hint in ("waiting", "mismatch/rho_count", "routing.telemetry", "monitor.samples.every", "no batch is on disk"):
+    for hint in ("waiting", "mismatch/rho_count", "routing.telemetry", "monitor.samples.every", "no such file"):
         assert hint in said
-    assert "metrics.jsonl: no such file" in text_of(page.why_page(run))
     (tmp_path / "metrics.jsonl").write_text("no json\n{}\n")
-    assert "line 1: not valid JSON" in text_of(page.why_page(run))
+    assert "line 1: not valid JSON" in text_of(page.overview([run]))
 
 
-def test_the_page_of_why(run):
-    said = text_of(page.why_page(run))
-    assert "12 steps" in said
-    assert "step     4  mismatch-contract" in said
+def test_the_page_is_written_again_for_what_is_new_until_the_run_ends(written, tmp_path, monkeypatch):
+    """Which `--once` does not wait for; a page of a run that goes on loads itself again."""
+    file, sizes = tmp_path / "watch.html", []
 
+    def sleep(seconds: float) -> None:
+        sizes.append((file.stat().st_mtime_ns, b'http-equiv="refresh"' in file.read_bytes()))
+        if len(sizes) == 2:
+            written.step(12, reward=0.0625)
+        if len(sizes) == 3:
+            written.directory.done.write_text("1")
 
-def test_tokens_are_coloured_by_rho(written, run):
-    sequence = written.batch(3).sequences[5]
-    gaps = (sequence.old_logprobs.astype(np.float64) - sequence.inference_logprobs).tolist()
-    spans = re.findall(r'<span class="token" title="(.*?)" style="(.*?)">(.*?)</span>', page.batch_page(run, 3, 5))
-    tokens = sequence.tokens
-    assert [html.unescape(text) for *_, text in spans] == [
-        Tokenizer.from_file(str(MODEL / "tokenizer.json")).id_to_token(int(token)) for token in tokens
-    ]
-    for (told, style, _), gap, mu in zip(spans, gaps, sequence.inference_logprobs, strict=True):
-        assert f"mu {math.exp(mu):.4g}, rho {math.exp(gap):.4g}, " in told
-        assert ("214 96 0" in style) == (gap > 0)
-        assert f"/ {0.75 * abs(gap) / max(map(abs, gaps)):.3f})" in style
-
-
-def test_the_response_with_the_largest_gap_comes_first(written, run):
-    largest = [float(np.abs(s.old_logprobs - s.inference_logprobs).max()) for s in written.batch(3).sequences]
-    markup = page.batch_page(run, 3, None)
-    order = sorted(range(24), key=lambda i: -largest[i])
-    assert [int(number) for number in re.findall(r"sequence=(\d+)", markup)] == order
-    first = page.batch_page(run, 3, order[0])
-    assert markup == first
-
-
-def test_a_batch_without_the_learners_log_probs_and_without_a_tokenizer(written, run):
-    batch = stored_rollouts(0)
-    record_batch(run.directory.batches, batch, 0)
-    run.directory.recipe.write_text("model: {path: /nowhere}\n")
-    said = text_of(page.batch_page(run, 0, 0))
-    assert "no log-probs of the learner" in said
-    assert "shown as numbers" in said
-    assert f" {batch.sequences[0].tokens[-1]}" in said
-
-
-def test_a_probability_of_none_is_as_far_as_the_furthest(written, run):
-    batch = written.batch(1)
-    batch.sequences[0].old_logprobs[0] = -np.inf
-    record_batch(run.directory.batches, batch, 1)
-    assert "rho 0, " in page.batch_page(run, 1, 0)
-
-
-def test_a_batch_that_is_deleted_or_recorded_again(written, run):
-    written.batch(2)
-    written.batch(1)
-    page.batch_page(run, 1, 0)
-    assert delete_batch(run.directory.batches, 1)
-    with pytest.raises(InputError, match="step 1: no recorded batch; there are: 2"):
-        page.batch_page(run, 1, 0)
-    with pytest.raises(InputError, match="sequence 24; it has 24"):
-        page.batch_page(run, 2, 24)
-
-
-def byte_level() -> Tokenizer:
-    """A token for each byte."""
-    tokenizer = Tokenizer(
-        models.BPE({symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def test_a_character_of_several_tokens_is_whole_and_controls_nothing():
-    tokenizer = byte_level()
-    assert page.texts(tokenizer, np.array(tokenizer.encode("a é  b").ids)) == ["a", " ", "", "é", " ", " ", "b"]
-    shown = "".join(page.texts(tokenizer, np.array(tokenizer.encode(EVIL).ids)))
-    assert "\\x1b[31m" in shown
-    assert not set("\x1b\u202e") & set(shown)
+    monkeypatch.setattr(page, "time", SimpleNamespace(sleep=sleep))
+    held = RunLock(written.directory.lock)
+    with held:
+        held.acquire()
+        page.keep_page([WatchedRun("run", written.directory.root)], file, once=False)
+    assert sizes[0] == sizes[1] < sizes[2]
+    assert [again for _, again in sizes] == [True] * 3
+    assert b'http-equiv="refresh"' not in file.read_bytes()
+    assert b"0.0625" in file.read_bytes()
+    assert main(["watch", str(written.directory.root), "--page", str(tmp_path / "once.html"), "--once"]) == 0
+    assert (tmp_path / "once.html").read_bytes().startswith(b"<!doctype html>")

@@ -64,9 +64,6 @@ def test_the_command_prints_once_where_nobody_looks(tmp_path, capsys):
     assert main(["watch", f"arm={tmp_path / 'run'}"]) == 0
     assert "arm" in capsys.readouterr().out
     assert main(["watch", str(tmp_path / "typo")]) == 2
-    with pytest.raises(SystemExit) as ended:
-        main(["watch", str(tmp_path), "--port", "70000"])
-    assert ended.value.code == 2
 
 
 def test_a_terminal_is_drawn_anew_until_it_is_interrupted(tmp_path, monkeypatch):
