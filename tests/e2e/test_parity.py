@@ -129,12 +129,8 @@ def test_the_command_writes_a_certificate(tmp_path):
     assert len(certificate["operators"]) == 76 * len(WITNESSES)
     assert all(entry["pass"] for entry in certificate["operators"])
     assert len(certificate["model"]["sha256"]) == 64
-    assert set(certificate["prefill_against_decode"]) >= {"embedding", "3.attention", "logits", "logprob"}
     assert (tmp_path / "parity.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "parity.txt").read_text() in done.stdout
-    written = (tmp_path / "parity.html").read_text()
-    assert written.count("<tr") == 3 + 6 + len(certificate["prefill_against_decode"]) + len(certificate["operators"])
-    assert certificate["model"]["sha256"] in written
 
 
 def parity_of(folder: Path, *arguments: str, ranks: int = 1) -> dict:

@@ -46,7 +46,7 @@ def add_parity(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=output,
         metavar="DIR",
-        help="Write the certificate here: parity.json, a page (parity.html), parity.txt and parity.png.",
+        help="Write the certificate here: parity.json, parity.txt and parity.png.",
     )
 
 
@@ -97,8 +97,8 @@ def _run_witnesses(setup: Setup, out: Path | None) -> int:
         failed = not result.passes
         print(certificate.as_text(setup, result))
         if out is not None:
-            certificate.write(out, setup, records, result)
-            print(f"wrote {out}/parity.json, parity.html, parity.txt, parity.png")
+            certificate.write(out, setup, result)
+            print(f"wrote {out}/parity.json, parity.txt, parity.png")
     return EXIT_FAULT if broadcast_object(failed) else EXIT_DONE
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,6 @@ class Evaluation:
         self.checkpoint, self.record = checkpoint, record
         self.num_layers = num_layers or checkpoint.num_layers
         self._known: dict[str, Bounded] = {}
-        self._chosen: dict[int, Tensor] = {}
 
     def taps(self) -> Iterator[str]:
         """Names of all operators, in the order of the pass."""
@@ -244,14 +243,11 @@ class Evaluation:
         x = self.own(f"{layer}.input_norm")
         return arithmetic.linear(x, self.weight(f"{name}.weight"), bias, self.rounding(f"{layer}.{which}"))
 
-    def _q(self, layer: int) -> Bounded:
-        return self._projection(layer, "q")
-
-    def _k(self, layer: int) -> Bounded:
-        return self._projection(layer, "k")
-
-    def _v(self, layer: int) -> Bounded:
-        return self._projection(layer, "v")
+    _q, _k, _v = (
+        partialmethod(_projection, which="q"),
+        partialmethod(_projection, which="k"),
+        partialmethod(_projection, which="v"),
+    )
 
     def _heads(self, x: Bounded) -> Bounded:
         return x.view(len(x.value), -1, self.checkpoint.head_dim)
@@ -262,11 +258,7 @@ class Evaluation:
         out = self._norm(x, f"model.layers.{layer}.self_attn.{which}_norm", f"{layer}.{which}_norm")
         return out.view(len(out.value), -1)
 
-    def _q_norm(self, layer: int) -> Bounded:
-        return self._head_norm(layer, "q")
-
-    def _k_norm(self, layer: int) -> Bounded:
-        return self._head_norm(layer, "k")
+    _q_norm, _k_norm = partialmethod(_head_norm, which="q"), partialmethod(_head_norm, which="k")
 
     def _rope(self, layer: int, which: str) -> Bounded:
         x = self._heads(self.own(f"{layer}.{which}_norm"))
@@ -279,11 +271,7 @@ class Evaluation:
         out = arithmetic.rotate(x, Bounded(angles, angles * rotation.uncertain), self.rounding(tap), rotation.scale)
         return out.view(len(out.value), -1)
 
-    def _q_rope(self, layer: int) -> Bounded:
-        return self._rope(layer, "q")
-
-    def _k_rope(self, layer: int) -> Bounded:
-        return self._rope(layer, "k")
+    _q_rope, _k_rope = partialmethod(_rope, which="q"), partialmethod(_rope, which="k")
 
     def _attention(self, layer: int) -> Bounded:
         qkv = (self._heads(self.own(f"{layer}.{name}")) for name in ("q_rope", "k_rope", "v"))
@@ -301,13 +289,11 @@ class Evaluation:
         name = f"model.layers.{layer}.post_attention_layernorm"
         return self._norm(self.own(f"{layer}.residual"), name, f"{layer}.second_norm")
 
-    def _gate(self, layer: int) -> Bounded:
-        weight = self.weight(f"model.layers.{layer}.mlp.gate_proj.weight")
-        return arithmetic.linear(self.own(f"{layer}.second_norm"), weight, None, self.rounding(f"{layer}.gate"))
+    def _to_inner(self, layer: int, which: str) -> Bounded:
+        weight = self.weight(f"model.layers.{layer}.mlp.{which}_proj.weight")
+        return arithmetic.linear(self.own(f"{layer}.second_norm"), weight, None, self.rounding(f"{layer}.{which}"))
 
-    def _up(self, layer: int) -> Bounded:
-        weight = self.weight(f"model.layers.{layer}.mlp.up_proj.weight")
-        return arithmetic.linear(self.own(f"{layer}.second_norm"), weight, None, self.rounding(f"{layer}.up"))
+    _gate, _up = partialmethod(_to_inner, which="gate"), partialmethod(_to_inner, which="up")
 
     def _activation(self, layer: int) -> Bounded:
         gate, up = self.own(f"{layer}.gate"), self.own(f"{layer}.up")
@@ -366,9 +352,6 @@ class Evaluation:
         name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
         return Bounded(scores.value + self.checkpoint.weight(name, torch.float32), scores.error).rounded(to)
 
-    def _chosen(self, layer: int) -> Bounded:
-        raise NotImplementedError("experts are chosen, not computed: see `compare.choice_errors`")
-
     def _weights(self, layer: int) -> Bounded:
         to = self.rounding(f"{layer}.weights", f"{layer}.router_logits")
         logits = self.own(f"{layer}.router_logits")
@@ -376,23 +359,22 @@ class Evaluation:
             return arithmetic.sigmoid_weights(logits, self.chosen(layer), self.checkpoint.routed_scale, to)
         return arithmetic.route_weights(logits, self.chosen(layer), self.checkpoint.renormalised, to)
 
-    def expert(self, layer: int, number: int, x: Bounded, to: Rounding) -> Bounded:
-        """Expert ``number`` of the rows ``x`` [M, width], before its weight."""
-        name = f"model.layers.{layer}.mlp.experts.{number}"
+    def _gated(self, name: str, x: Bounded, to: Rounding, parts: int = 1) -> Bounded:
+        """The feed-forward block ``name`` of the rows ``x`` [M, width]."""
         gate, up = (
             arithmetic.linear(x, self.weight(f"{name}.{which}_proj.weight"), None, to) for which in ("gate", "up")
         )
         inner = arithmetic.gated(gate, up, self.checkpoint.activation, to)
-        return arithmetic.linear(inner, self.weight(f"{name}.down_proj.weight"), None, to)
+        return arithmetic.linear(inner, self.weight(f"{name}.down_proj.weight"), None, to, parts)
+
+    def expert(self, layer: int, number: int, x: Bounded, to: Rounding) -> Bounded:
+        """Expert ``number`` of the rows ``x``, before its weight."""
+        return self._gated(f"model.layers.{layer}.mlp.experts.{number}", x, to)
 
     def _shared(self, layer: int) -> Bounded:
         name, x = f"model.layers.{layer}.{self.checkpoint.shared}", self.own(f"{layer}.second_norm")
         to = self.rounding(f"{layer}.shared")
-        gate, up = (
-            arithmetic.linear(x, self.weight(f"{name}.{which}_proj.weight"), None, to) for which in ("gate", "up")
-        )
-        inner = arithmetic.gated(gate, up, self.checkpoint.activation, to)
-        out = arithmetic.linear(inner, self.weight(f"{name}.down_proj.weight"), None, to, self.record.parts)
+        out = self._gated(name, x, to, self.record.parts)
         if f"{name}_gate.weight" not in self.checkpoint:
             return out
         share = arithmetic.sigmoid(arithmetic.linear(x, self.weight(f"{name}_gate.weight"), None, to), to)
@@ -466,13 +448,11 @@ class LatentEvaluation(Evaluation):
         of_heads = weight.view(self.checkpoint.heads, -1, self.widths.keys)
         return of_heads.split([self.widths.plain, self.widths.value], 1)
 
-    def _k(self, layer: int) -> Bounded:
-        weight = self._to_heads(layer)[0].flatten(0, 1)
-        return arithmetic.linear(self.own(f"{layer}.kv_latent_norm"), weight, None, self.rounding(f"{layer}.k"))
+    def _of_latent(self, layer: int, which: int) -> Bounded:
+        weight, tap = self._to_heads(layer)[which].flatten(0, 1), f"{layer}.{'kv'[which]}"
+        return arithmetic.linear(self.own(f"{layer}.kv_latent_norm"), weight, None, self.rounding(tap))
 
-    def _v(self, layer: int) -> Bounded:
-        weight = self._to_heads(layer)[1].flatten(0, 1)
-        return arithmetic.linear(self.own(f"{layer}.kv_latent_norm"), weight, None, self.rounding(f"{layer}.v"))
+    _k, _v = partialmethod(_of_latent, which=0), partialmethod(_of_latent, which=1)
 
     def _turned(self, layer: int, x: Bounded, which: str) -> Bounded:
         """``x`` [N, heads, R] → [N, heads · R]. Pairs that are turned are neighbours; they come out in halves."""

@@ -1,14 +1,10 @@
-"""A comparison as text, as a certificate (JSON), as a picture (error by depth), and as one HTML page of all three."""
+"""A comparison as text, as a certificate (JSON), and as a picture (error by depth)."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import html
-import io
 import json
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,9 +13,8 @@ from matplotlib.figure import Figure
 
 from megatron_rl.instruments.parity.compare import SHOWN, Comparison, OperatorError
 from megatron_rl.instruments.parity.definition import Checkpoint
-from megatron_rl.instruments.parity.record import Record, place
+from megatron_rl.instruments.parity.record import place
 from megatron_rl.instruments.parity.witnesses import Setup
-from megatron_rl.monitor.html_page import html_page
 from megatron_rl.monitor.run_directory import hardware, package_versions
 from megatron_rl.process.ranks import world_size
 
@@ -76,7 +71,7 @@ def model_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def certificate(setup: Setup, records: Sequence[Record], result: Comparison) -> dict[str, Any]:
+def certificate(setup: Setup, result: Comparison) -> dict[str, Any]:
     """What was compared, on what, and every operator's error and bound. JSON-able."""
     exact = result.generation
     return {
@@ -96,22 +91,9 @@ def certificate(setup: Setup, records: Sequence[Record], result: Comparison) -> 
         "versions": package_versions(),
         "hardware": hardware(),
         "logprob_differences": result.logprob_differences,
-        "prefill_against_decode": _between(records, "vLLM prefill", "vLLM decode"),
         "exact": None if exact is None else {"taps": exact[0], "different": exact[1]},
         "operators": [_entry(error) for error in result.errors],
         "flips": [asdict(flip) for flip in result.flips],
-    }
-
-
-def _between(records: Sequence[Record], first: str, second: str) -> dict[str, float] | None:
-    """Largest absolute difference of each tap of two witnesses."""
-    by_name = {record.witness: record for record in records}
-    if not {first, second} <= by_name.keys():
-        return None
-    one, other = by_name[first].taps, by_name[second].taps
-    return {
-        tap: _finite(float((one[tap].double() - other[tap].double()).abs().max()))
-        for tap in sorted(one.keys() & other.keys(), key=place)
     }
 
 
@@ -124,14 +106,12 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write(folder: Path, setup: Setup, records: Sequence[Record], result: Comparison) -> None:
-    """Write parity.json, parity.html, parity.txt and parity.png."""
+def write(folder: Path, setup: Setup, result: Comparison) -> None:
+    """Write parity.json, parity.txt and parity.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    made, text, picture = certificate(setup, records, result), as_text(setup, result), draw(result)
-    (folder / "parity.json").write_text(json.dumps(made, indent=1) + "\n")
-    (folder / "parity.html").write_text(as_page(made, text, picture))
-    (folder / "parity.txt").write_text(text + "\n")
-    picture.savefig(folder / "parity.png", dpi=110)
+    (folder / "parity.json").write_text(json.dumps(certificate(setup, result), indent=1) + "\n")
+    (folder / "parity.txt").write_text(as_text(setup, result) + "\n")
+    draw(result).savefig(folder / "parity.png", dpi=110)
 
 
 def draw(result: Comparison) -> Figure:
@@ -196,59 +176,3 @@ def _name_layers(panel: Any, taps: list[str], at: dict[str, int]) -> None:
         starts.setdefault(f"layer {layer}" if layer else name, at[tap])
     starts = {name: i for name, i in starts.items() if name not in ("embedding", "logits", "logprob")}
     panel.set_xticks(list(starts.values()), list(starts), fontsize=8, rotation=30, ha="right")
-
-
-_STYLE = """
-tr.beyond td { background: #fde3e1 } img { max-width: 100% } td:nth-child(2) { text-align: left }
-"""
-
-
-def as_page(certificate: Mapping[str, Any], text: str, picture: Figure) -> str:
-    """``certificate`` as `report.certificate` makes it, ``text`` of the report, ``picture`` of the errors by depth."""
-    image = io.BytesIO()
-    picture.savefig(image, format="png", dpi=110)
-    facts = [(name, certificate[name]) for name in ("model", "dtypes", "layout", "precision", "hardware", "versions")]
-    parts = [
-        f"<p>{html.escape(certificate['sentence'])}</p>",
-        f"<pre>{html.escape(text)}</pre>",
-        f'<img alt="error by depth" src="data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}">',
-        "<h2>What was compared</h2>",
-        _table(("", ""), [((name, _words(value)), False) for name, value in facts]),
-        "<h2>Prefill against decode</h2>",
-        _differences(certificate["prefill_against_decode"]),
-        "<h2>Operators</h2>",
-        _operators(certificate["operators"]),
-    ]
-    return html_page(f"Parity: {certificate['verdict']}", "\n".join(parts), _STYLE)
-
-
-def _differences(differences: Mapping[str, float] | None) -> str:
-    if differences is None:
-        return "<p>vLLM did not run.</p>"
-    rows = [((tap, _number(difference)), False) for tap, difference in differences.items()]
-    return _table(("tap", "largest difference"), rows)
-
-
-def _operators(entries: Sequence[Mapping[str, Any]]) -> str:
-    columns = ("own", "bound", "ratio", "inherited")
-    rows = [((e["witness"], e["tap"], *(_number(e[name]) for name in columns)), not e["pass"]) for e in entries]
-    return _table(("witness", "operator", "own error", "its bound", "ratio", "inherited"), rows)
-
-
-def _table(heads: Sequence[str], rows: Sequence[tuple[Sequence[str], bool]]) -> str:
-    """``rows``: cells, and whether they are marked."""
-    lines = [f"<table><tr>{''.join(f'<th>{html.escape(name)}</th>' for name in heads)}</tr>"]
-    for cells, is_marked in rows:
-        drawn = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-        lines.append(f"<tr{' class=beyond' if is_marked else ''}>{drawn}</tr>")
-    return "\n".join([*lines, "</table>"])
-
-
-def _number(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.3g}"
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_words(item)}" for name, item in value.items())
-    return ", ".join(map(_words, value)) if isinstance(value, list) else str(value)
