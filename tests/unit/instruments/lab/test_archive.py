@@ -121,15 +121,6 @@ def test_another_study_that_takes_a_run_says_where_it_came_from(study, runs, tmp
     assert read_results(study, other).reused == ["synchronous-seed0"]
 
 
-def test_a_run_of_other_code_stays_where_it_is(study, runs, tmp_path):
-    file, other = tmp_path / "runs.jsonl.xz", tmp_path / "other"
-    pack(study, runs, file)
-    unpack(file, tmp_path / "unpacked")
-    runner = StudyRunner(study, other, 1, say=lambda _: None)
-    runner.reuse(study.jobs(other), [tmp_path / "unpacked"], "b" * 40)
-    assert {runner.state(job) for job in study.jobs(other)} == {"missing"}
-
-
 def test_another_study_s_registration_is_not_taken_over(study, runs, tmp_path):
     pack(study, runs, tmp_path / "runs.jsonl.xz")
     registration = unpack(tmp_path / "runs.jsonl.xz", tmp_path / "unpacked")

@@ -113,13 +113,6 @@ def test_numbers_in_the_words_of_a_page_are_those_of_its_runs(name, figures):
 
 
 @pytest.mark.slow
-def test_numbers_in_the_answer_are_those_of_the_runs(figures):
-    answer = (DOCS / "lab.md").read_text().partition("## How to run")[0]
-    assert len(NUMBER.findall(answer)) >= 3
-    assert not_found(answer, [value for one in figures.values() for value in one.decided]) == []
-
-
-@pytest.mark.slow
 def test_numbers_of_a_study_s_row_are_those_of_its_runs(figures):
     answer = (DOCS / "lab.md").read_text().partition("## How to run")[0]
     rows = re.findall(r"\| \[\w+\]\(lab/(\w+)\.md\)([^\n]*)", answer)

@@ -5,71 +5,50 @@ from __future__ import annotations
 import json
 
 import pytest
-import yaml
 
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab import load_study, runner
 from megatron_rl.instruments.lab.runner import changed_keys, code_version, read_registration, register
-from tests.unit.instruments.lab.test_study import LAB, arm
+from tests.unit.instruments.lab.test_study import arm, write
 
+__all__ = ["write"]  # a fixture
 
-@pytest.fixture
-def write(tmp_path):
-    def write(**changes):
-        values = {
-            "name": "made-up",
-            "title": "A made-up study",
-            "source": "nowhere",
-            "claim": "a larger rate is worse",
-            "setting": "any",
-            "base": str(LAB / "base.yaml"),
-            "outcomes": {"reward": {"metric": "val/reward/mean", "statistic": "last", "margin": 0.05}},
-            "arms": {"plain": {}, "large": arm({"learner.optimizer.lr": 2e-3}, ["learner.optimizer.lr"])},
-            "figure": [{"title": "rate", "arms": ["plain", "large"]}],
-        } | changes
-        path = tmp_path / "study.yaml"
-        path.write_text(yaml.safe_dump(values, sort_keys=False))
-        return load_study(path)
-
-    return write
+OUTCOME = {"metric": "val/reward/mean", "statistic": "last"}
 
 
 def test_words_may_change_and_what_decides_may_not(write, tmp_path):
     root = tmp_path / "runs"
-    first = register(write(), root)
+    first = register(load_study(write()), root)
     assert json.loads((root / "registered.json").read_text())["sha256"] == first.sha256
-    assert register(write(title="Another", claim="the same", pilots=["one"]), root).sha256 == first.sha256
+    assert register(load_study(write(title="Another", claim="the same", pilots=["one"])), root).sha256 == first.sha256
     for changes, key in [
         ({"seeds": [0, 1, 2, 3]}, "seeds"),  # more seeds after a look are another test
         ({"level": 0.1}, "level"),
-        (
-            {"outcomes": {"reward": {"metric": "val/reward/mean", "statistic": "last", "margin": 0.1}}},
-            "outcomes.reward",
-        ),
+        ({"outcomes": {"reward": OUTCOME | {"margin": 0.1}}}, "outcomes.reward"),
         ({"arms": {"plain": {}, "large": arm({"learner.optimizer.lr": 3e-3}, ["learner.optimizer.lr"])}}, "arms.large"),
     ]:
         with pytest.raises(InputError, match=f"{key}.* changed since the first run.*another folder with --out"):
-            register(write(**changes), root)
+            register(load_study(write(**changes)), root)
     assert read_registration(root) == first
 
 
 def test_an_amended_registration_is_refused_by_name(write, tmp_path):
-    register(write(), tmp_path)
+    register(load_study(write()), tmp_path)
     file = tmp_path / "registered.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_finished": 0, "amendments": []}))
-    assert read_registration(tmp_path) == register(write(), tmp_path)
+    assert read_registration(tmp_path) == register(load_study(write()), tmp_path)
     file.write_text(json.dumps(json.loads(file.read_text()) | {"amendments": [{"reason": "why not"}]}))
     with pytest.raises(InputError, match=r"registered\.json: the study was amended after its first run"):
-        register(write(), tmp_path)
+        register(load_study(write()), tmp_path)
 
 
 def test_other_code_is_refused_unless_allowed(write, tmp_path, monkeypatch):
     root = tmp_path / "runs"
-    register(write(), root)
+    register(load_study(write()), root)
     monkeypatch.setattr(runner, "git_state", lambda _: {"commit": "b" * 40, "changed": []})
     with pytest.raises(InputError, match=f"this is {'b' * 40}; .*--other-code"):
-        register(write(), root)
-    register(write(), root, other_code=True)
+        register(load_study(write()), root)
+    register(load_study(write()), root, other_code=True)
     monkeypatch.setattr(runner, "git_state", lambda _: {"commit": "b" * 40, "changed": ["a.py"]})
     assert code_version() == "b" * 40 + "+changes"
     monkeypatch.setattr(runner, "git_state", lambda _: None)

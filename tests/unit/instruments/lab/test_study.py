@@ -77,6 +77,17 @@ def write(tmp_path):
     return write
 
 
+PRIMARY = {"arm": "large", "outcome": "reward"}
+
+
+def outcome(**more):
+    return {"outcomes": {"reward": {"metric": "m", "statistic": "last"} | more}}
+
+
+def large(overrides, **more):
+    return {"arms": {"plain": {}, "large": arm(overrides, ["learner.optimizer.lr"]) | more}}
+
+
 def arm(overrides, differs_in, **more):
     return {"set": overrides, "control": "plain", "differs_in": differs_in, "expect": {"reward": "lower"}} | more
 
@@ -111,28 +122,6 @@ def objectives_of(name):
     loaded = load_study(LAB / name)
     jobs = loaded.jobs(Path("runs"), seeds=loaded.study.seeds[:1])
     return {job.arm: loaded.recipe(job) for job in jobs}
-
-
-def test_hacking_injects_on_gspo():
-    arms = objectives_of("hacking")
-    terms = {name: recipe.objective.policy_term for name, recipe in arms.items()}
-    assert {name for name, term in terms.items() if term.name == "ppo_clip"} == {"grpo-0.20", "grpo-0.28"}
-    assert {(term.clip_low, term.clip_high) for term in terms.values() if term.name == "gspo"} == {(3e-4, 4e-4)}
-    deltas = {name: r.objective.distortion.delta for name, r in arms.items() if r.objective.distortion}
-    assert deltas == {"delta-3": 3.0, "delta-2": 2.0, "delta-0": 0.0}
-    assert all(r.objective.aggregation == "seq-mean-token-mean" for r in arms.values())
-    assert {r.batch.minibatches for r in arms.values()} == {4}
-
-
-def test_hacking_predicts_what_the_paper_found():
-    arms = load_study(LAB / "hacking").study.arms
-    growth = {name: arm.expect["growth of rho_std"] for name, arm in arms.items() if arm.expect}
-    assert growth == {
-        **dict.fromkeys(("delta-3", "delta-2", "delta-0", "grpo-0.20"), "higher"),
-        "sigma": "same",
-        "grpo-0.28": "lower",  # the stronger clip, 0.20, grows faster
-    }
-    assert arms["grpo-0.28"].control == "grpo-0.20"
 
 
 def test_the_mean_rate_is_one_rate():
@@ -171,60 +160,29 @@ def test_jobs_come_seed_by_seed_and_carry_their_seed_everywhere(write, tmp_path)
         ({"base": "nowhere.yaml"}, ["base", "nowhere.yaml", "no such file"]),
         ({"figure": [{"title": "rate", "arms": ["plain", "larg"]}]}, ["figure.0.arms", "'larg'", "'large'"]),
         ({"outcomes": {"reward": {"metric": "m", "statistic": "median"}}}, ["outcomes.reward.statistic", "'median'"]),
+        ({"primaries": [{"arm": "large", "outcome": "rewrd"}]}, ["primaries.0.outcome", "'reward'"]),
+        ({"primaries": [{"arm": "plain", "outcome": "reward"}]}, ["primaries.0", "predict before you test"]),
+        ({"gate": {"arm": "larg", "outcome": "reward"}}, ["gate.arm", "'large'"]),
+        ({"gate": PRIMARY, "primaries": [PRIMARY]}, ["primaries", "is the gate"]),
+        (
+            {"trends": {"t": {"outcome": "reward", "dose": "dos", "arms": ["plain", "large"], "expect": "lower"}}},
+            ["trends.t.dose", "'dos'"],
+        ),
+        (outcome(ratio=True, margin=0.1), ["outcomes.reward", "a factor above 1"]),
+        (outcome(first_step=9, last_step=1), ["outcomes.reward", "before first_step"]),
+        (large({}, control="plane"), ["arms.large.control", "'plane'", "'plain'"]),
+        (large({}, control="large"), ["arms.large.control", "its own control"]),
+        (large({}, control=None), ["arms.large", "no control"]),
+        (large({"learner.optimizer.lr": 1}, differs_in=[]), ["arms.large.differs_in", "missing"]),
+        (large({"seed": 3}, differs_in=["seed"]), ["arms.large.set.seed", "by the study itself"]),
+        (large({}, expect={"rewrd": "lower"}), ["arms.large.expect", "'reward'"]),
+        (large({}, expect={"reward": "better"}), ["expect.reward", "'better'"]),
     ],
 )
 def test_errors_name_key_and_value(write, changes, words):
     with pytest.raises(InputError) as error:
         load_study(write(**changes))
     assert all(word in str(error.value) for word in ["study.yaml", *words]), error.value
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"primaries": [{"arm": "large", "outcome": "rewrd"}]}, ["primaries.0.outcome", "'reward'"]),
-        ({"primaries": [{"arm": "plain", "outcome": "reward"}]}, ["primaries.0", "predict before you test"]),
-        ({"gate": {"arm": "larg", "outcome": "reward"}}, ["gate.arm", "'large'"]),
-        (
-            {"gate": {"arm": "large", "outcome": "reward"}, "primaries": [{"arm": "large", "outcome": "reward"}]},
-            ["primaries", "is the gate"],
-        ),
-        (
-            {"trends": {"t": {"outcome": "reward", "dose": "dos", "arms": ["plain", "large"], "expect": "lower"}}},
-            ["trends.t.dose", "'dos'"],
-        ),
-        (
-            {"outcomes": {"reward": {"metric": "m", "statistic": "last", "ratio": True, "margin": 0.1}}},
-            ["outcomes.reward", "a factor above 1"],
-        ),
-        (
-            {"outcomes": {"reward": {"metric": "m", "statistic": "last", "first_step": 9, "last_step": 1}}},
-            ["outcomes.reward", "before first_step"],
-        ),
-    ],
-)
-def test_errors_of_what_decides(write, changes, words):
-    with pytest.raises(InputError) as error:
-        load_study(write(**changes))
-    assert all(word in str(error.value) for word in words), error.value
-
-
-@pytest.mark.parametrize(
-    ("large", "words"),
-    [
-        (arm({}, ["learner.optimizer.lr"], control="plane"), ["arms.large.control", "'plane'", "'plain'"]),
-        (arm({}, ["learner.optimizer.lr"], control="large"), ["arms.large.control", "its own control"]),
-        (arm({}, ["learner.optimizer.lr"], control=None), ["arms.large", "no control"]),
-        (arm({"learner.optimizer.lr": 1}, []), ["arms.large.differs_in", "missing"]),
-        (arm({"seed": 3}, ["seed"]), ["arms.large.set.seed", "by the study itself"]),
-        (arm({}, ["learner.optimizer.lr"], expect={"rewrd": "lower"}), ["arms.large.expect", "'reward'"]),
-        (arm({}, ["learner.optimizer.lr"], expect={"reward": "better"}), ["expect.reward", "'better'"]),
-    ],
-)
-def test_errors_of_arms(write, large, words):
-    with pytest.raises(InputError) as error:
-        load_study(write(arms={"plain": {}, "large": large}))
-    assert all(word in str(error.value) for word in words), error.value
 
 
 @pytest.mark.parametrize(
