@@ -43,24 +43,6 @@ NOT_JUDGED = "not judged"
 
 
 @dataclass(frozen=True)
-class Contrast:
-    """How much more ``arm`` restores than ``other``, both of which bring the loss back.
-
-    ``effect``: of the two, by seed; above 0 where ``arm`` restores more. ``p``: corrected for the pairs of all such
-    arms, because ``arm`` was chosen for what it restores.
-    """
-
-    arm: str
-    other: str
-    effect: Effect
-    p: float
-
-    @property
-    def is_sure(self) -> bool:
-        return self.p < LEVEL and self.effect.mean > 0
-
-
-@dataclass(frozen=True)
 class Judged:
     """An arm with its verdict. ``restored``: share of the control's loss that it brings back; None: not known."""
 
@@ -97,19 +79,6 @@ class Judgement:
         return sorted(curing, key=lambda judged: -abs(judged.effect.mean))
 
     @property
-    def contrasts(self) -> list[Contrast]:
-        """The arm that restores most against each other arm that brings it back."""
-        best, *others = self.cures or [None]
-        pairs = len(others) * (len(others) + 1) // 2
-        sign = 1.0 if self.branch.loss.back == "higher" else -1.0
-        contrasts = []
-        for other in others:
-            effect = paired_effect(*({seed: sign * v for seed, v in item.values.items()} for item in (best, other)))
-            if effect is not None:
-                contrasts.append(Contrast(best.arm.name, other.arm.name, effect, min(1.0, effect.p * pairs)))
-        return contrasts
-
-    @property
     def sentence(self) -> str:
         """The verdict in words."""
         metric = self.branch.loss.metric
@@ -125,21 +94,12 @@ class Judgement:
         if cures := self.cures:
             named = [f"{cure.arm.name} ({_changes(self.branch, cure.arm)})" for cure in cures]
             verb = "brings" if len(cures) == 1 else "bring"
-            cured = f"{' and '.join(named)} {verb} {metric} back{self._told_apart()}"
+            each = ": each of them alone, the first most" if len(cures) > 1 else ""
+            cured = f"{' and '.join(named)} {verb} {metric} back{each}"
             return f"{cured}; undecided: {names}, {_seeds_told(undecided)}" if undecided else cured
         if undecided:
             return f"undecided: {names} may bring {metric} back or not; {_seeds_told(undecided)}"
         return f"none of these arms brings {metric} back: the cause is another; --arms all, or --arm with your own"
-
-    def _told_apart(self) -> str:
-        """Which of several arms that bring it back restores most, and whether that is sure."""
-        if not (contrasts := self.contrasts):
-            return ""
-        sure = [f"{item.other} (p {item.p:.2g})" for item in contrasts if item.is_sure]
-        open_ones = [f"{item.other} (p {item.p:.2g})" for item in contrasts if not item.is_sure]
-        comparison = f": each of them alone; {contrasts[0].arm} restores "
-        comparison += f"more than {' and '.join(sure)}" if sure else "most"
-        return comparison + (f", but not for certain more than {' and '.join(open_ones)}" if open_ones else "")
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -162,10 +122,6 @@ class Judgement:
             "arms": [_arm_as_json(branch, judged) for judged in self.arms],
             "beside": None if self.best is None else self.best.arm.name,
             "others": self.others,
-            "contrasts": [
-                {"arm": item.arm, "other": item.other, "p": item.p} | _effect_as_json(item.effect)
-                for item in self.contrasts
-            ],
             "left_out": [vars(item) for item in branch.left_out],
             "looks": self.looks,
             "unfinished": list(self.unfinished),

@@ -26,10 +26,7 @@ _TESTS = ("[", "[[", "test")
 _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
 _OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")", "\n")
 _PAIRS = {"(": ")", "{": "}"}
-MAX_CHARS = 2**20
-MAX_EXPANDED = 16 * MAX_CHARS  # characters that all expansions of a script may give
-MAX_FILES = 100  # that are followed
-MAX_EXPRESSION = 10_000  # characters of a `$((…))` and of a value that `${NAME%PATTERN}` cuts
+MAX_EXPANDED = 2**24  # characters that all expansions of a script may give
 
 
 def unresolved_names(text: str) -> list[str]:
@@ -67,21 +64,8 @@ def read_script(path: Path, variables: Mapping[str, str] | None = None) -> Scrip
     Raises InputError where it is no text, or a quote or bracket is not closed.
     """
     reader = _Reader(dict(variables or {}), path.parent.absolute())
-    try:
-        reader.follow(path)
-    except RecursionError:
-        raise InputError(f"{path}: its brackets or blocks nest too deep to be read as a launch script") from None
+    reader.follow(path)
     return reader.script
-
-
-def _text_of(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as a script: {error}") from error
-    if len(text) > MAX_CHARS:
-        raise InputError(f"{path}: {len(text)} characters; a launch script has at most {MAX_CHARS}")
-    return text.replace("\r\n", "\n")
 
 
 def _tokens(text: str, path: Path) -> Iterator[_Token]:
@@ -168,15 +152,15 @@ def _closed(end: int, mark: str, text: str, at: int, path: Path) -> int:
 class _Reader:
     def __init__(self, variables: dict[str, str], folder: Path) -> None:
         self.variables, self.arrays, self.folder = variables, {}, folder
-        self.script, self.path, self.depth = Script(), folder, 0
-        self.num_files, self.expanded = 0, 0
+        self.script, self.path, self.depth, self.expanded = Script(), folder, 0, 0
 
     def follow(self, path: Path) -> None:
-        self.num_files += 1
-        if self.num_files > MAX_FILES:
-            raise InputError(f"{path}: the script sources more than {MAX_FILES} files")
+        try:
+            text = path.read_text(encoding="utf-8").replace("\r\n", "\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{path}: cannot be read as a script: {error}") from error
         before, self.path = self.path, path
-        tokens = list(_tokens(_text_of(path), path))
+        tokens = list(_tokens(text, path))
         self._run(tokens, 0, len(tokens))
         self.path = before
 
@@ -251,22 +235,11 @@ class _Reader:
     def _assign(self, token: _Token) -> None:
         if isinstance(token, _Array):
             before = self.arrays.get(token.name, []) if token.is_added else []
-            self._count(len(before))
             self.arrays[token.name] = before + [word for raw in token.words for word in self._expand(raw)]
             return
         name, plus, raw = _ASSIGNMENT.fullmatch(token).groups()
         before = self.variables.get(name, "") if plus else ""
-        self._count(len(before))
         self.variables[name] = before + self._expand_to_one(raw)
-
-    def _count(self, characters: int) -> None:
-        """Count what expansions give. Raises InputError where a small script would take all memory or time."""
-        self.expanded += characters
-        if self.expanded > MAX_EXPANDED:
-            raise InputError(
-                f"{self.path}: its variables stand for more than {MAX_EXPANDED >> 20} million characters; a launch "
-                "script has fewer"
-            )
 
     def _if(self, tokens: list[_Token], at: int, end: int) -> int:
         after = _matching(tokens, at, end, ("if",), "fi")
@@ -378,7 +351,11 @@ class _Reader:
     def _pieces(self, raw: str, is_quoted: bool = False) -> Iterator[tuple[str, str]]:
         """Parts of ``raw`` with how they join: as they are, an item of an array, or to be split at blanks."""
         for piece, kind in self._read_pieces(raw, is_quoted):
-            self._count(1 + len(piece))
+            self.expanded += 1 + len(piece)
+            if self.expanded > MAX_EXPANDED:
+                raise InputError(
+                    f"{self.path}: its variables stand for more than {MAX_EXPANDED >> 20} million characters"
+                )
             yield piece, kind
 
     def _read_pieces(self, raw: str, is_quoted: bool) -> Iterator[tuple[str, str]]:
@@ -448,7 +425,7 @@ class _Reader:
             yield f"{_OPEN}${{{name}}}{_CLOSE}", ""
         elif not rest:
             yield value, kind
-        elif trims and len(value) <= MAX_EXPRESSION and not unresolved_names(value):
+        elif trims and not unresolved_names(value):
             yield _trimmed(value, trims[1], self._expand_to_one(trims[2])), kind
         else:
             yield unknown, ""
@@ -456,13 +433,10 @@ class _Reader:
     def _arithmetic(self, written: str) -> str:
         text = self._expand_to_one(written)
         for _ in range(8):  # a variable may hold an expression
-            self._count(len(text))
-            if len(text) > MAX_EXPRESSION:
-                return f"{_OPEN}$(({readable(written)[:MAX_EXPRESSION]})){_CLOSE}"
             text = re.sub(r"[A-Za-z_]\w*", lambda name: f"({self.variables.get(name[0], name[0])})", text)
         try:
             return str(_evaluated(ast.parse(text.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        except (SyntaxError, ValueError, ZeroDivisionError):
             return f"{_OPEN}$(({readable(written)})){_CLOSE}"
 
 

@@ -19,7 +19,7 @@ import yaml
 
 from megatron_rl.config.yaml12 import parse
 from megatron_rl.errors import InputError
-from megatron_rl.instruments.translate.shell import MAX_EXPANDED, Script, read_script, readable, unresolved_names
+from megatron_rl.instruments.translate.shell import Script, read_script, readable, unresolved_names
 from megatron_rl.instruments.translate.translation import Source
 
 DEEPEST = 16  # files that inherit from each other, and references that lead to references
@@ -199,13 +199,9 @@ _FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 class _Resolver:
     def __init__(self, values: Mapping[str, Any], variables: Mapping[str, str]) -> None:
         self.values, self.variables = values, variables
-        self.expanded = 0
 
     def section(self, value: Any, place: tuple[str, ...], depth: int = 0) -> Any:
         """Return ``value``, found at the keys ``place``, with its references filled in."""
-        self.expanded += 1 + (len(value) if isinstance(value, str) else 0)
-        if self.expanded > MAX_EXPANDED:
-            raise InputError(f"its references stand for more than {MAX_EXPANDED >> 20} million characters")
         if isinstance(value, Mapping):
             return {key: self.section(inner, (*place, str(key)), depth) for key, inner in value.items()}
         if isinstance(value, list):
@@ -223,7 +219,6 @@ class _Resolver:
                 return value
             parts += [text[at:start], str(value)]
             at = end + 1
-        self.expanded += sum(map(len, parts))
         return "".join([*parts, text[at:]])
 
     def _reference(self, inside: str, place: tuple[str, ...], depth: int) -> Any:

@@ -89,3 +89,9 @@ def test_what_is_not_closed_is_refused_with_its_line(tmp_path, text):
     (tmp_path / "run.sh").write_text(f"\n{text}")
     with pytest.raises(InputError, match=r"run\.sh:2: .* not closed"):
         read_script(tmp_path / "run.sh")
+
+
+def test_values_that_double_end_with_a_sentence(tmp_path):
+    (tmp_path / "run.sh").write_text("a=x\n" + "a=$a$a\n" * 40)
+    with pytest.raises(InputError, match="its variables stand for more than 16 million characters"):
+        read_script(tmp_path / "run.sh")
