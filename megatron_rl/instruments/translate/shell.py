@@ -1,8 +1,8 @@
 """What a launch script would start: its commands with their variables filled in, without running anything.
 
-Understood are assignments, arrays, `${NAME:-default}` and its relatives, arithmetic, `if` with `[ … ]` or `[[ … ]]`,
-`case`, and `source` of a file that is there. Loops and functions are left out. What depends on the machine, such as
-`$(command)` or a variable that the script does not set, stays in the text as `unresolved_names` finds it.
+Understood are assignments, arrays, `${NAME:-default}` and its relatives, arithmetic, `if` with one `[ … ]` or
+`[[ … ]]`, and `source` of a file that is there. Loops, `case` and functions are left out. What depends on the machine,
+such as `$(command)` or a variable that the script does not set, stays in the text as `unresolved_names` finds it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _TESTS = ("[", "[[", "test")
 _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
 _OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")", "\n")
 _PAIRS = {"(": ")", "{": "}"}
+_LEFT_OUT = {"for": "done", "while": "done", "until": "done", "case": "esac"}
 MAX_EXPANDED = 2**24  # characters that all expansions of a script may give
 
 
@@ -171,12 +172,10 @@ class _Reader:
             token = tokens[at]
             if token == "if":
                 at = self._if(tokens, at, end)
-            elif token == "case":
-                at = self._case(tokens, at, end)
-            elif token in ("for", "while", "until"):
-                after = _matching(tokens, at, end, ("for", "while", "until"), "done")
+            elif token in _LEFT_OUT:
+                after = _matching(tokens, at, end, tuple(_LEFT_OUT), _LEFT_OUT[token])
                 if any(isinstance(inner, _Array) or _ASSIGNMENT.match(inner) for inner in tokens[at:after]):
-                    self._note(f"the loop `{_line(tokens, at, end)}` was left out")
+                    self._note(f"`{_line(tokens, at, end)}` was left out")
                 at = after
             elif isinstance(token, str) and at + 2 < end and tokens[at + 1 : at + 3] == ["(", ")"]:
                 at = _matching(tokens, at, end, ("{",), "}")
@@ -260,47 +259,12 @@ class _Reader:
         return after
 
     def _condition(self, tokens: list[_Token]) -> bool | None:
-        """Whether a list of tests joined by && and || holds; None where that is not known."""
+        """Whether a single test holds; None where that is not known."""
         tokens = [token for token in tokens if token not in ("\n", ";", "{", "}")]
-        result: bool | None = None
-        joint: _Token = ""
-        marks = [-1, *(i for i, token in enumerate(tokens) if token in ("&&", "||")), len(tokens)]
-        for before, after in pairwise(marks):
-            part = tokens[before + 1 : after]
-            is_inverted = part[:1] == ["!"]
-            part = part[is_inverted:]
-            one = self._test(part) if part and part[0] in _TESTS else None
-            one = None if one is None else one != is_inverted
-            decisive = joint == "||"  # True settles an "or", False an "and"
-            if not joint:
-                result = one
-            elif decisive in (result, one):
-                result = decisive
-            else:
-                result = None if None in (result, one) else not decisive
-            joint = tokens[after] if after < len(tokens) else ""
-        return result
-
-    def _case(self, tokens: list[_Token], at: int, end: int) -> int:
-        after = _matching(tokens, at, end, ("case",), "esac")
-        word = self._expand_to_one(tokens[at + 1])
-        where = at + 3  # behind `in`
-        while where < after - 1:
-            patterns = []
-            while where < after - 1 and tokens[where] != ")":
-                if tokens[where] not in ("\n", "|", "("):
-                    patterns.append(self._expand_to_one(tokens[where]))
-                where += 1
-            stop = next(iter(_own(tokens, where + 1, after - 1, (";;",))), after - 1)
-            if unresolved_names(word):
-                break
-            if any(fnmatchcase(word, pattern) for pattern in patterns):
-                self._run(tokens, where + 1, stop)
-                return after
-            where = stop + 1
-        if unresolved_names(word):
-            self._note(f"`case {readable(word)}` is not known: its branches were left out")
-        return after
+        is_inverted = tokens[:1] == ["!"]
+        tokens = tokens[is_inverted:]
+        result = self._test(tokens) if tokens and tokens[0] in _TESTS and not {"&&", "||"} & {*tokens} else None
+        return None if result is None else result != is_inverted
 
     def _test(self, tokens: list[_Token]) -> bool | None:
         """Whether `[ … ]`, `[[ … ]]` or `test …` holds; None where that is not known."""
@@ -399,7 +363,6 @@ class _Reader:
         value, unknown = self.variables.get(name), f"{_OPEN}${{{inside}}}{_CLOSE}"
         kind = "" if is_quoted or unresolved_names(value or "") else "split"
         default = re.fullmatch(r"(:?)([-=+?])(.*)", rest, re.DOTALL)
-        trims = re.fullmatch(r"(##?|%%?)(.*)", rest, re.DOTALL)
         if name in ("@", "*") and not rest:
             return  # arguments of the script: none
         if index in ("[@]", "[*]") or (name in self.arrays and index is None):
@@ -425,8 +388,6 @@ class _Reader:
             yield f"{_OPEN}${{{name}}}{_CLOSE}", ""
         elif not rest:
             yield value, kind
-        elif trims and not unresolved_names(value):
-            yield _trimmed(value, trims[1], self._expand_to_one(trims[2])), kind
         else:
             yield unknown, ""
 
@@ -457,17 +418,6 @@ def _evaluated(node: ast.expr) -> int:
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
         return _ARITHMETIC[type(node.op)](_evaluated(node.left), _evaluated(node.right))
     raise ValueError("not an integer expression")
-
-
-def _trimmed(value: str, how: str, pattern: str) -> str:
-    """Return ``value`` without the shortest, or longest, beginning (#, ##) or end (%, %%) that ``pattern`` fits."""
-    for length in range(len(value) + 1) if len(how) == 1 else range(len(value), -1, -1):
-        rest = len(value) - length
-        if how[0] == "#" and fnmatchcase(value[:length], pattern):
-            return value[length:]
-        if how[0] == "%" and fnmatchcase(value[rest:], pattern):
-            return value[:rest]
-    return value
 
 
 def _matching(tokens: list[_Token], at: int, end: int, openers: tuple[str, ...], closer: str) -> int:
