@@ -116,7 +116,7 @@ def test_what_is_missing_is_named(tools):
     assert "recorded steps: 0, 2" in tools["absent"]["errors"]
 
 
-def test_causes_add_up_and_routing_is_the_largest(tools, run):
+def test_causes_add_up_and_routing_is_the_largest(tools):
     told = tools["attribution"]["json"]
     parts, total = told["parts"], told["total"]
     assert sum(parts.values()) == rounded(total)
@@ -125,7 +125,6 @@ def test_causes_add_up_and_routing_is_the_largest(tools, run):
     assert parts["remainder"] > 0.0
     assert parts["staleness"] != 0.0, "two updates: the second one's policy is not the one that sampled"
     assert len(told["measured"]) == 8
-    assert (run / "plots" / "mismatch_step_00000001.png").stat().st_size > 5000
     assert "routing" in tools["attribution"]["out"]
 
 

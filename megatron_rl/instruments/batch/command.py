@@ -18,7 +18,6 @@ from megatron_rl.errors import EXIT_DONE
 
 if TYPE_CHECKING:
     from megatron_rl.instruments.batch.rerun import Attribution
-    from megatron_rl.monitor import RunDirectory
     from megatron_rl.run.recorded_batches import RecordedBatch
 
 
@@ -150,7 +149,7 @@ def add_attribute(parser: argparse.ArgumentParser) -> None:
 
 
 def run_attribute(options: argparse.Namespace) -> int:
-    """Split the training-inference mismatch of a stored batch into its causes: one table, one bar chart.
+    """Split the training-inference mismatch of a stored batch into its causes.
 
         megatron-rl batch attribute runs/my-run --step 40
 
@@ -158,8 +157,8 @@ def run_attribute(options: argparse.Namespace) -> int:
     the engine's routes in the batch (routing.replay: r3, or routing.telemetry: true); else it is in the remainder. A
     cause's part is its Shapley value: the mean effect of removing it, over all orders in which causes can be removed.
     The remainder is named by the types of the rollout engine (int4, fp8, bf16 …). The parts are of the mismatch at this
-    step, not of a collapse: `megatron-rl run branch` finds what made a run collapse. The chart is written to
-    RUN/plots/. With a --layout of several ranks, the command starts itself through torchrun.
+    step, not of a collapse: `megatron-rl run branch` finds what made a run collapse. With a --layout of several ranks,
+    the command starts itself through torchrun.
     """
     from megatron_rl.instruments.batch import rerun
     from megatron_rl.instruments.batch.rerun import attribute
@@ -171,14 +170,11 @@ def run_attribute(options: argparse.Namespace) -> int:
         return start_ranks(options.arguments, ranks)
     attribution = attribute(directory, recipe, recorded, options.weights)
     if is_main_rank():
-        print_attribution(options, directory, recorded, attribution)
+        print_attribution(options, recorded, attribution)
     return EXIT_DONE
 
 
-def print_attribution(
-    options: argparse.Namespace, directory: RunDirectory, recorded: RecordedBatch, attribution: Attribution
-) -> None:
-    from megatron_rl.instruments.batch.rerun import draw
+def print_attribution(options: argparse.Namespace, recorded: RecordedBatch, attribution: Attribution) -> None:
     from megatron_rl.process.host import format_table
 
     total = attribution.total
@@ -199,9 +195,6 @@ def print_attribution(
         "The shares are of the mismatch, not of the collapse: they say what makes pi and mu differ at this step.\n"
         f"What made the run unstable: megatron-rl run why {options.run}, then run branch"
     )
-    chart = directory.plots / f"mismatch_step_{options.step:08d}.png"
-    draw(attribution, f"{options.run.name}, step {options.step}", chart)
-    print(f"chart: {chart}")
     if options.json:
         record = {
             "total": total,

@@ -399,19 +399,3 @@ def _measure(recorded: RecordedBatch) -> Callable[[np.ndarray], float]:
         return float(np.expm1(log_ratio).var(ddof=1))
 
     return variance
-
-
-def draw(attribution: Attribution, title: str, path: Path) -> None:
-    """Draw a bar per cause with its part of the variance."""
-    from matplotlib.figure import Figure
-
-    total = attribution.total
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
-    axes = figure.subplots()
-    bars = axes.bar([part.cause for part in attribution.parts], [p.variance for p in attribution.parts], color="C0")
-    axes.bar_label(bars, [f"{p.variance / total:.0%}" if total > 0 else "" for p in attribution.parts], fontsize=9)
-    axes.axhline(0, color="black", lw=0.6)
-    axes.set_ylabel("variance of pi/mu")
-    axes.set_title(f"{title}: std {max(total, 0.0) ** 0.5:.3g} over {attribution.num_tokens} tokens", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)

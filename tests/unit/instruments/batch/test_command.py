@@ -16,7 +16,6 @@ def test_the_report_says_that_it_is_not_of_the_collapse(tmp_path, capsys):
     options = SimpleNamespace(step=3, run=Path("runs/a"), json=tmp_path / "out.json")
     print_attribution(
         options,
-        SimpleNamespace(plots=tmp_path),
         SimpleNamespace(batch=SimpleNamespace(sequences=[]), metrics={}),
         attribution,
     )
