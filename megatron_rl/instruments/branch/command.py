@@ -72,7 +72,7 @@ def add_branch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print-jobs", action="store_true", help="Print the command that submits each missing arm, and start nothing."
     )
-    parser.add_argument("--json", action="store_true", help="Print JSON instead of a page.")
+    parser.add_argument("--json", action="store_true", help="Print the verdict as JSON instead of a page.")
 
 
 def run_branch(options: argparse.Namespace) -> int:
@@ -132,11 +132,8 @@ def _parallel(branch: Branch, jobs: int | None) -> int:
 
 def _say_plan(branch: Branch, options: argparse.Namespace) -> int:
     from megatron_rl.instruments.branch.plan import ranks_of
-    from megatron_rl.instruments.branch.verdict import plan_as_json, plan_page
+    from megatron_rl.instruments.branch.verdict import plan_page
 
-    if options.json:
-        print(json.dumps(plan_as_json(branch), indent=2))
-        return EXIT_DONE
     ranks, _ = ranks_of(RunDirectory(branch.parent))
     print(printable(plan_page(branch, _parallel(branch, options.jobs), ranks)))
     return EXIT_DONE

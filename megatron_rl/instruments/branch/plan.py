@@ -268,9 +268,7 @@ def make_study(
 ) -> Study:
     """Return the study: the control, and each of ``arms`` with the prediction that it brings the loss back."""
     common = common_keys(recipe, begin, steps)
-    first, metrics = first_that_counts(begin, steps), {"loss": loss.metric, **OUTCOMES}
-    outcomes = {name: {"metric": metric, "statistic": "mean", "first_step": first} for name, metric in metrics.items()}
-    outcomes["loss"]["margin"] = loss.margin or None
+    mean = {"metric": loss.metric, "statistic": "mean", "first_step": first_that_counts(begin, steps)}
     described: dict[str, Any] = {CONTROL: {"set": common}}
     for arm in arms:
         own = {key: value for key, value in arm.keys.items() if key != "data.seed"}  # `Branch.seed_values` sets it
@@ -290,7 +288,7 @@ def make_study(
                 "setting": f"the run's own, from step {begin} on",
                 "base": str(base),
                 "seeds": list(range(seeds)),
-                "outcomes": outcomes,
+                "outcomes": {"loss": mean | {"margin": loss.margin or None}},
                 "arms": described,
                 "figure": [{"title": loss.metric, "arms": [CONTROL]}],
             }

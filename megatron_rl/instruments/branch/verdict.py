@@ -18,7 +18,6 @@ from megatron_rl.instruments.lab.jobs import FINISHED, run_name, state_of
 from megatron_rl.instruments.lab.results import (
     LEAST_SEEDS,
     Effect,
-    Results,
     Values,
     Verdict,
     holm,
@@ -65,7 +64,6 @@ class Judgement:
     branch: Branch
     control: Values
     arms: tuple[Judged, ...]
-    others: Mapping[str, Mapping[str, float]]  # arm → outcome → mean over the seeds
     repeated: int
     difference: str | None
     unfinished: tuple[str, ...]
@@ -121,7 +119,6 @@ class Judgement:
             "control": {"values": self.control, "repeated_steps": self.repeated, "difference": self.difference},
             "arms": [_arm_as_json(branch, judged) for judged in self.arms],
             "beside": None if self.best is None else self.best.arm.name,
-            "others": self.others,
             "left_out": [vars(item) for item in branch.left_out],
             "looks": self.looks,
             "unfinished": list(self.unfinished),
@@ -284,7 +281,7 @@ def judge(branch: Branch, root: Path, looks: int = 1) -> Judgement:
     best, arms = beside_the_best(arms, control, branch.loss, price)
     repeated, difference = repeats_the_run(branch, root)
     unfinished = tuple(results.unfinished)
-    return Judgement(branch, control, tuple(arms), _others(results), repeated, difference, unfinished, best, looks)
+    return Judgement(branch, control, tuple(arms), repeated, difference, unfinished, best, looks)
 
 
 def _restored(branch: Branch, effect: Effect | None, control: Values) -> float | None:
@@ -292,13 +289,6 @@ def _restored(branch: Branch, effect: Effect | None, control: Values) -> float |
         return None
     lost = branch.loss.before - sum(control.values()) / len(control)
     return effect.mean / lost if lost else None
-
-
-def _others(results: Results) -> dict[str, dict[str, float]]:
-    return {
-        arm: {name: sum(v.values()) / len(v) for name, v in outcomes.items() if v and name != "loss"}
-        for arm, outcomes in results.outcomes.items()
-    }
 
 
 def repeats_the_run(branch: Branch, root: Path) -> tuple[int, str | None]:
@@ -373,24 +363,6 @@ def plan_page(branch: Branch, num_parallel: int, ranks: int) -> str:
             f"{hours * ranks:.3g} rank-hours; start-up apart"
         )
     return "\n".join(lines)
-
-
-def plan_as_json(branch: Branch) -> dict[str, Any]:
-    """Return the plan as plain values."""
-    runs = (len(branch.arms) + 1) * len(branch.study.seeds)
-    keys = {arm.name: dict(arm.keys) for arm in branch.arms}
-    return {
-        "run": str(branch.parent),
-        "from": branch.begin,
-        "onset": branch.onset,
-        "steps": branch.steps,
-        "seeds": len(branch.study.seeds),
-        "outcome": branch.loss.metric,
-        "arms": {CONTROL: {}, **keys},
-        "left_out": [vars(item) for item in branch.left_out],
-        "runs": runs,
-        "seconds": branch.planned_seconds(runs),
-    }
 
 
 def page(judgement: Judgement) -> str:

@@ -17,7 +17,7 @@ from megatron_rl.instruments.parity.definition import Checkpoint, Evaluation, ev
 from megatron_rl.instruments.parity.record import Record, in_words, place
 
 Tensor = torch.Tensor
-SHOWN = 8  # positions, experts and flips that a report lists
+SHOWN = 8  # positions and failures that a report lists
 
 
 @dataclass(frozen=True)
@@ -57,23 +57,9 @@ class OperatorError:
         )
 
 
-@dataclass(frozen=True)
-class Flip:
-    """A token whose experts are others than in float64. ``distance``: between the scores there of the best expert that
-    the witness left out and the worst that it took. ``inherited``: how far its scores are from those in float64."""
-
-    witness: str
-    layer: int
-    sequence: int
-    position: int
-    distance: float
-    inherited: float
-
-
 @dataclass
 class Comparison:
     errors: list[OperatorError] = field(default_factory=list)
-    flips: list[Flip] = field(default_factory=list)
     logprob_differences: dict[str, float] = field(default_factory=dict)  # witness → largest |difference to float64|
     generation: tuple[int, list[str]] | None = None  # of exact mode, see `record.Record`
     seen: tuple[int, int] = (0, 0)  # positions and different tokens that were looked at
@@ -148,7 +134,6 @@ def _compare_one(record: Record, own: Evaluation, truth: Evaluation, result: Com
             continue
         elif name == "chosen":
             result.errors.append(_choice_error(record, own, layer))
-            result.flips += _flips(record, own, truth, layer)
         else:
             result.errors.append(_operator_error(record, own, truth, tap))
     if "logprob" in record.taps:
@@ -248,7 +233,7 @@ def _choice_error(record: Record, own: Evaluation, layer: int) -> OperatorError:
     return _worst(record, f"{layer}.chosen", error, bound, torch.arange(len(error)), float("nan"))
 
 
-def _left_out(scores: Tensor, chosen: Tensor, groups: tuple[int, int] = (1, 1), bound: Tensor | None = None) -> Tensor:
+def _left_out(scores: Tensor, chosen: Tensor, groups: tuple[int, int], bound: Tensor) -> Tensor:
     """[N]: the largest of ``scores`` [N, E] that was left out, less the smallest that was chosen. −∞ where all are.
 
     ``groups``: how many there are, and how many of them a token may choose experts of: those with the largest sum of
@@ -263,19 +248,8 @@ def _left_out(scores: Tensor, chosen: Tensor, groups: tuple[int, int] = (1, 1), 
         return others.amax(-1) - lowest
     of_group = scores.unflatten(-1, (number, -1)).topk(2).values.sum(-1)
     largest = of_group.topk(taken + 1).values
-    apart = 2 * bound if bound is not None else torch.zeros_like(lowest)
-    certain = of_group > (largest[:, -1] + apart)[:, None]
+    certain = of_group > (largest[:, -1] + 2 * bound)[:, None]
     others = others.masked_fill(~certain.repeat_interleave(scores.size(1) // number, 1), -torch.inf)
     used = inside.unflatten(-1, (number, -1)).any(-1)
     behind = (largest[:, -2] - of_group.masked_fill(~used, torch.inf).amin(-1)) / 2
     return torch.maximum(others.amax(-1) - lowest, behind)
-
-
-def _flips(record: Record, own: Evaluation, truth: Evaluation, layer: int) -> list[Flip]:
-    scores, chosen = truth.choice_scores(layer).value, record.taps[f"{layer}.chosen"].long()
-    apart = _left_out(scores, chosen, own.checkpoint.groups)
-    moved = (own.choice_scores(layer).value - scores).abs().amax(-1)
-    return [
-        Flip(record.witness, layer, *record.sequence_of(row), float(apart[row]), float(moved[row]))
-        for row in (apart > 0).nonzero().flatten().tolist()
-    ]

@@ -115,6 +115,17 @@ class Record:
         self.keep(f"{layer}.weights", weights.detach().cpu().gather(-1, order))
         return order
 
+    def keep_each_choice(
+        self, layer: int, inputs: Tensor, chosen: Tensor, rows: Tensor, alone: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Rows of single experts. ``alone``: what one choice [n, 1] of each token returns with weight 1."""
+        for choice in chosen.split(1, dim=1):
+            outputs = alone(choice.contiguous()).detach().to("cpu", copy=True)
+            for number in choice.unique().tolist():
+                own = (choice[:, 0] == number).cpu()
+                group = ExpertRows(number, inputs[own], torch.ones(int(own.sum())), outputs[own], rows[own])
+                self.experts.setdefault(layer, []).append(group)
+
     def reordered(self, rows: Tensor) -> None:
         """Put row ``rows[i]`` of every tap at place i, and number the rows of experts anew."""
         back = torch.empty_like(rows)

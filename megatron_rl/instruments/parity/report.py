@@ -37,7 +37,6 @@ def as_text(setup: Setup, result: Comparison) -> str:
         beyond = sum(not e.passes for e in errors)
         lines.append(f"{name:18} {len(errors):9} {beyond:6} {worst.ratio:8.2g}  {gap:8.1e}  {worst.tap}")
     lines.append("worst: own error over its bound; log-prob: largest difference to float64, in nats")
-    lines += _flip_lines(result)
     if result.generation is not None:
         number, different = result.generation
         what = f"{len(different)} differ, first {different[0]}" if different else "all equal bit for bit"
@@ -47,18 +46,6 @@ def as_text(setup: Setup, result: Comparison) -> str:
         lines.append(f"  … and {len(result.failures) - SHOWN} more")
     lines.append(result.verdict())
     return "\n".join(lines)
-
-
-def _flip_lines(result: Comparison) -> list[str]:
-    if not result.flips:
-        return []
-    lines = [f"{len(result.flips)} choices of experts differ from float64 (distance: of the two scores, a tie has 0)"]
-    for flip in sorted(result.flips, key=lambda f: -f.distance)[:SHOWN]:
-        lines.append(
-            f"  {flip.witness}, layer {flip.layer}, sequence {flip.sequence}, position {flip.position}: distance "
-            f"{flip.distance:.2g}, scores moved by {flip.inherited:.2g}"
-        )
-    return lines
 
 
 def model_hash(path: Path) -> str:
@@ -93,7 +80,6 @@ def certificate(setup: Setup, result: Comparison) -> dict[str, Any]:
         "logprob_differences": result.logprob_differences,
         "exact": None if exact is None else {"taps": exact[0], "different": exact[1]},
         "operators": [_entry(error) for error in result.errors],
-        "flips": [asdict(flip) for flip in result.flips],
     }
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from megatron_rl.instruments.parity.record import (
-    ExpertRows,
     Record,
     flat_tokens,
     joined,
@@ -136,19 +135,11 @@ def _tap_latent(stack: ExitStack, keep: Any, attention: torch.nn.Module) -> None
 
 
 def _with_each_expert(record: Record, layer: int, forward: Any) -> Any:
-    """Experts are called again, one choice at a time with weight 1, for the output of each."""
+    """Experts are called again, one choice at a time, for the output of each."""
 
     def watched(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        rows = torch.arange(len(x))
-        for column in range(chosen.size(1)):
-            one = chosen[:, column : column + 1]
-            alone = forward(x, one, torch.ones_like(weights[:, :1]))
-            for number in one.unique().tolist():
-                of_expert = one[:, 0] == number
-                group = ExpertRows(
-                    number, x[of_expert].clone(), torch.ones(int(of_expert.sum())), alone[of_expert], rows[of_expert]
-                )
-                record.experts.setdefault(layer, []).append(group)
+        ones = torch.ones_like(weights[:, :1])
+        record.keep_each_choice(layer, x, chosen, torch.arange(len(x)), lambda one: forward(x, one, ones))
         return forward(x, chosen, weights)
 
     return watched

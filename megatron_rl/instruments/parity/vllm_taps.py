@@ -17,7 +17,6 @@ import torch
 
 from megatron_rl.instruments.parity.arithmetic import halves_of_pairs
 from megatron_rl.instruments.parity.record import (
-    ExpertRows,
     Record,
     flat_tokens,
     joined,
@@ -315,15 +314,9 @@ def _with_each_expert(record: Record, layer: int, scale: float, forward: Any) ->
         inputs = x.detach().cpu().clone()
         record.keep_route(layer, topk_ids, topk_weights * scale)
         ones, rows = torch.ones_like(topk_weights[:, :1]), torch.arange(len(x)) + before
-        for column in range(topk_ids.size(1)):
-            one = topk_ids[:, column : column + 1].contiguous()
-            alone = forward(x.clone(), ones, one, *args, **kwargs).detach().cpu().clone()
-            for number in one.unique().tolist():
-                of_expert = (one[:, 0] == number).cpu()
-                group = ExpertRows(
-                    number, inputs[of_expert], torch.ones(int(of_expert.sum())), alone[of_expert], rows[of_expert]
-                )
-                record.experts.setdefault(layer, []).append(group)
+        record.keep_each_choice(
+            layer, inputs, topk_ids, rows, lambda one: forward(x.clone(), ones, one, *args, **kwargs)
+        )
         return forward(x, topk_weights, topk_ids, *args, **kwargs)
 
     return watched

@@ -493,9 +493,7 @@ class CheckpointCost:
     """Cost of a checkpoint for one rank of the largest pipeline stage."""
 
     size: float  # bytes that it writes, then reads for their hash
-    device: float  # additional bytes on the GPU during the write
-    host: float  # bytes of host memory
-    stalled_s: float  # training waits: for the copy to the host, or with `checkpoint.async_save: false` for the write
+    host: float  # bytes of host memory during the write
     written_s: float  # until it is complete
 
 
@@ -505,8 +503,8 @@ def checkpoint_cost(work: Workload, disk: float = DISK) -> CheckpointCost:
     written = size * work.gpus_per_node / disk + size / HASH
     if work.recipe.checkpoint.async_save:
         copy = size / (HOST_LINK * work.gpu.host_link)
-        return CheckpointCost(size, 0.0, PINNED * size, copy, copy + written)
-    return CheckpointCost(size, 0.0, size / FILES, written, written)
+        return CheckpointCost(size, PINNED * size, copy + written)
+    return CheckpointCost(size, size / FILES, written)
 
 
 def _share(work: Workload, stage: StageParameters) -> float:

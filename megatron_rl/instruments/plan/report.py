@@ -255,8 +255,7 @@ def _checkpoint(work: Workload) -> str:
     when = f"every {every} steps" if every else "at the end"
     return (
         f"checkpoint    {cost.size / GIB:.1f} GiB a rank {when}: whole after {duration(cost.written_s)} at "
-        f"{hw.DISK / 1e9:g} GB/s a node, training waits {duration(cost.stalled_s)}; meanwhile "
-        f"{cost.host / GIB:.1f} GiB more of host memory a rank, {cost.device / GIB:.1f} on the GPU"
+        f"{hw.DISK / 1e9:g} GB/s a node"
     )
 
 

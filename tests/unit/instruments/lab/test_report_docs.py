@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import statistics
 from dataclasses import dataclass
 
@@ -201,17 +200,3 @@ def test_a_page_without_marks_is_refused(docs):
     for page in (docs / "nowhere.md", docs / "lab" / "floor.md"):
         with pytest.raises(InputError, match=rf"{page.name}: lacks the lines <!-- lab: other --> and .*; the tables"):
             fill(page, "other", "text")
-
-
-def test_runs_taken_over_are_said_to_be(docs, tmp_path):
-    """The mark outlives the file of runs, the folder that they came from does not."""
-    study = load_study(LAB / "servers")
-    root = tmp_path / "servers"
-    packed(study, docs, root, study.jobs(root, seeds=[0]))
-    (root / "synchronous-seed0" / "REUSED").write_text(f"{tmp_path}/elsewhere/synchronous-seed0\n")
-    file = docs / "lab" / "runs" / "servers.jsonl.xz"
-    assert read_packed(study, file).reused == []
-    pack(study, root, file)
-    shutil.rmtree(root)
-    assert read_packed(study, file).reused == ["synchronous-seed0"]
-    assert "elsewhere" not in render(read_packed(study, file))

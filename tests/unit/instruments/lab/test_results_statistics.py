@@ -111,47 +111,6 @@ def test_restricted_mean_without_censoring_is_a_mean():
     assert restricted_mean_values([5.0], [True], 9.0) == [5.0]
 
 
-def redistributed(times, collapsed, horizon):
-    """Efron's construction: a censored run hands its weight to those that are seen longer, in equal parts."""
-    order = sorted(range(len(times)), key=lambda i: (times[i], not collapsed[i]))
-    weights, total = dict.fromkeys(order, 1.0 / len(times)), 0.0
-    for place, i in enumerate(order):
-        later = order[place + 1 :]
-        if collapsed[i] or not later:
-            total += weights[i] * (min(times[i], horizon) if collapsed[i] else horizon)
-        else:
-            for j in later:
-                weights[j] += weights[i] / len(later)
-    return total
-
-
-def test_censored_runs_hand_their_weight_to_later_ones():
-    rng = np.random.default_rng(3)
-    for n in (2, 5, 9):
-        times = list(rng.integers(1, 12, size=n).astype(float))
-        collapsed = [bool(x) for x in rng.integers(0, 2, size=n)]
-        for horizon in (4.0, 8.0, 20.0):
-            mean = restricted_mean(times, collapsed, horizon)
-            assert mean == rounded(redistributed(times, collapsed, horizon), scale=20)
-
-
-def test_a_mixed_regression_of_complete_seeds_is_that_within_seeds():
-    """With all doses in every seed, slope and error are those of least squares after each seed's mean is taken off."""
-    rng = np.random.default_rng(4)
-    doses, num_seeds = np.array([0.0, 1.0, 2.5, 4.0]), 7
-    values = 0.3 * doses + rng.normal(0, 5, size=(num_seeds, 1)) + rng.normal(0, 0.2, size=(num_seeds, 4))
-    seeds = np.repeat(np.arange(num_seeds), 4)
-    fitted = mixed_regression(seeds, np.tile(doses, num_seeds), values.ravel())
-    x, y = doses - doses.mean(), values - values.mean(axis=1, keepdims=True)
-    slope = (x * y).sum() / (num_seeds * (x**2).sum())
-    degrees = num_seeds * 4 - num_seeds - 1
-    variance = ((y - slope * x) ** 2).sum() / degrees
-    assert fitted.degrees == degrees
-    assert fitted.slope == rounded(slope, 1000, scale=10)
-    # The likelihood's optimum is flat: the error follows from a ratio that is found to a root of the unit roundoff.
-    assert fitted.error == printed(math.sqrt(variance / num_seeds / (x**2).sum()), 6)
-
-
 def test_without_differences_between_seeds_it_is_least_squares():
     doses = np.array([0.0, 1.0, 2.0, 0.0, 1.0, 2.0])
     values = np.array([0.0, 1.2, 1.8, 0.2, 0.8, 2.0])  # both seeds have the mean 1

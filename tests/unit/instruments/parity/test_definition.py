@@ -157,7 +157,6 @@ def test_experts_that_are_not_the_largest_are_a_fault_and_near_ties_are_not(mode
     record.taps["0.chosen"][2] = torch.tensor(sorted((keeps, left_out)))
     result = compare(checkpoint, [record])
     assert (result.first[0].tap, result.first[0].positions) == ("0.chosen", (2,))
-    assert [(f.layer, f.sequence, f.position) for f in result.flips] == [(0, 0, 2)]
     logits[2, left_out] = logits[2, loses]  # a tie
     (choice,) = [error for error in compare(checkpoint, [record]).errors if error.tap == "0.chosen"]
     assert choice.passes

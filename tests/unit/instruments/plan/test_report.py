@@ -331,13 +331,6 @@ def test_too_large_a_microbatch_is_refused_with_one_that_fits(capsys):
     assert not memory_plan(more).phases[0].is_sure
 
 
-def test_a_header_line():
-    assert re.fullmatch(
-        r"32 × h100-80: learning [\d.]+, generating [\d.]+ of 79.1 GiB a GPU; about \d+ s \(\d+ s to \d+ s\) a step",
-        summary(make_plan(work())),
-    )
-
-
 def test_plan_needs_neither_torch_nor_an_engine():
     program = (
         "import sys; from megatron_rl.__main__ import main; "

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.translate.sources import read_nemo_rl, read_slime, read_verl
-from megatron_rl.instruments.translate.translation import number, shown
+from megatron_rl.instruments.translate.translation import number
 
 
 def test_references_and_what_the_machine_decides(tmp_path):
@@ -64,9 +64,3 @@ def test_a_file_of_something_else_is_refused(tmp_path, read, name, text, said):
 def test_a_number_may_be_written_as_text(value, is_read_as):
     assert number(value) == is_read_as
     assert type(number(value)) is type(is_read_as)
-
-
-def test_a_value_is_shown_on_one_line_of_100_characters():
-    assert shown({"a": [1, None]}) == '{"a": [1, null]}'
-    assert shown("two\n  lines") == "two lines"
-    assert shown("x" * 101) == "x" * 97 + "..."

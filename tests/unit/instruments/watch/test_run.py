@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.watch import run as watched
@@ -51,39 +48,6 @@ def test_a_step_that_is_recorded_again_replaces_it_and_all_later(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]))  # its second line goes, and the first one stands
     run.refresh()
     assert [record["a"] for record in run.records] == [0, 1, 2]
-
-
-changes = st.one_of(
-    st.tuples(st.just("append"), st.integers(0, 3), st.booleans()),
-    st.tuples(st.just("resume"), st.floats(0, 1), st.booleans()),
-    st.tuples(st.just("replace"), st.integers(0, 3), st.booleans()),
-    st.tuples(st.just("remove"), st.just(0), st.booleans()),
-)
-
-
-@settings(max_examples=100)
-@given(st.lists(changes, max_size=10))
-def test_a_file_that_another_process_writes_cuts_and_replaces_is_read_as_a_whole(tmp_path_factory, steps):
-    folder = tmp_path_factory.mktemp("run")
-    file, run, number = folder / "metrics.jsonl", WatchedRun("run", folder), 0
-    for kind, amount, is_seen in steps:
-        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-        if kind == "resume":
-            lines = lines[: int(amount * len(lines))]
-        elif kind == "replace":
-            lines = []
-        if kind == "remove":
-            file.unlink(missing_ok=True)
-        else:
-            for _ in range(1 if kind == "resume" else amount):
-                number += 1
-                lines.append(json.dumps({"step": len(lines), "time": number}).encode() + b"\n")
-            file.write_bytes(b"".join(lines) + b'{"step": 9')
-            run.refresh()
-            os.truncate(file, sum(map(len, lines)))
-        if is_seen:
-            run.refresh()
-            assert run.records == (read_metrics(file) if file.exists() else [])
 
 
 def test_what_is_left_is_told_without_the_pause_between_two_lives(tmp_path):

@@ -20,7 +20,7 @@ from megatron_rl.errors import printable
 from megatron_rl.instruments.watch import terminal
 from megatron_rl.instruments.watch.run import WatchedRun
 from megatron_rl.instruments.watch.terminal import frame, thinned, watch
-from tests.support.written_run import EVIL, WrittenRun
+from tests.support.written_run import WrittenRun
 
 
 def shown(runs: list[WatchedRun], width: int) -> str:
@@ -47,16 +47,6 @@ def test_two_runs_side_by_side(tmp_path, width):
 def test_nothing_recorded_says_what_records_it(tmp_path):
     text = " ".join(shown([WatchedRun("empty", tmp_path)], 200).split())
     assert "no step is recorded yet" in text
-
-
-def test_labels_and_responses_cannot_reach_the_terminal(tmp_path):
-    written = WrittenRun(tmp_path / "run")
-    written.step(0)
-    written.directory.log.write_text(f"12:00:00 alarm mismatch at step 0: {EVIL}\n")
-    run = WatchedRun("[bold]run[/bold]", tmp_path / "run")
-    text = shown([run], 120)
-    assert "[bold]run[/bold]" in text
-    assert "\x1b" not in text
 
 
 def test_the_command_prints_once_where_nobody_looks(tmp_path, capsys):
