@@ -269,10 +269,7 @@ def run_gradient_bias(options: argparse.Namespace) -> int:
 
     The command compares the run's objective with a reference: the same objective with untruncated sequence-level
     importance sampling as its correction, or as changed by --set. Both gradients are taken at the weights of the step;
-    no weights are updated. "along the reference" is how far a step goes along the reference's own (1: all of it, below
-    0: back). "turned by another batch" is the scale of the angle, and a bias below the noise of a batch adds up over
-    steps, while the noise averages out. It needs the batch and the weights of its step (see `megatron-rl batch replay
-    --help`).
+    no weights are updated. It needs the batch and the weights of its step (see `megatron-rl batch replay --help`).
     """
     from megatron_rl.instruments.batch import rerun
     from megatron_rl.instruments.batch.gradient_bias import REFERENCE, gradient_bias
@@ -293,7 +290,7 @@ def run_gradient_bias(options: argparse.Namespace) -> int:
         print(f"weights: {source}")
         print(f"reference: {', '.join(changes)}")
         figures = bias.figures()
-        cells = [(name, "unknown" if x is None else f"{x:.6g}") for name, x in figures.items()]
+        cells = [(name, f"{x:.6g}") for name, x in figures.items()]
         print(format_table(["of the gradient", "value"], cells))
         if options.json:
             options.json.write_text(json.dumps({"weights": source, "reference": changes, **figures}, indent=1))

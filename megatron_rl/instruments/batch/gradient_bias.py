@@ -20,7 +20,6 @@ Shapes: N tokens with a route, L MoE layers, K experts per token, E experts.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -173,33 +172,8 @@ class GradientBias:
         """|g - g*|."""
         return max(self.norm**2 - 2 * self.dot + self.reference_norm**2, 0.0) ** 0.5
 
-    @property
-    def along(self) -> float:
-        """<g, g*> / |g*|^2: how far a step goes along the reference, as a share of the reference's own step."""
-        return self.dot / self.reference_norm**2
-
-    @property
-    def turn(self) -> float:
-        """The angle between both gradients, in degrees."""
-        return math.degrees(math.acos(max(-1.0, min(1.0, self.cosine))))
-
-    @property
-    def turn_of_a_batch(self) -> float | None:
-        """The angle between reference gradients of two batches, in degrees; None where Var* hides the direction.
-
-        With gradients g1, g2 of independent batches, E<g1, g2> = |E g*|^2 and E|g*|^2 = |E g*|^2 + Var*, so that their
-        cosine is about 1 - Var*/|g*|^2.
-        """
-        cosine = 1.0 - self.reference_variance / self.reference_norm**2
-        return math.degrees(math.acos(min(1.0, cosine))) if cosine > 0 else None
-
-    @property
-    def bias_over_noise(self) -> float | None:
-        """|Bias| over the noise of one batch, the root of Var; None where the estimate of Var is not positive."""
-        return self.bias_norm / self.variance**0.5 if self.variance > 0 else None
-
-    def figures(self) -> dict[str, float | None]:
-        """Return all figures under the names of the command's table; None where noise hides one."""
+    def figures(self) -> dict[str, float]:
+        """Return all figures under the names of the command's table."""
         return {
             "gradient norm": self.norm,
             "reference norm": self.reference_norm,
@@ -212,10 +186,6 @@ class GradientBias:
             "LD Eq 13, A": self.reference_norm**2 - self.reference_variance,
             "LD Eq 13, B": self.dot - self.reference_norm**2,
             "LD Eq 13, C": self.variance + self.bias_norm**2,
-            "along the reference": self.along,
-            "turned by (degrees)": self.turn,
-            "turned by another batch": self.turn_of_a_batch,
-            "bias / noise of a batch": self.bias_over_noise,
         }
 
 
