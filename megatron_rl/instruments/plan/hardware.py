@@ -16,17 +16,21 @@ others published (`published.json`, `decoding.tsv`) or round estimates. `plan --
     network_gb_s: 50                            # to other nodes, of one GPU
     measured: {tflops: {bf16: 690}}             # what `megatron-rl doctor --measure FILE` writes
 
-All keys are in `KEYS` and `MEASURED`. Without `base` the required ones must be there.
+All keys are in `GpuFile`. Without `base` the required ones must be there.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from megatron_rl.errors import InputError, shown
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+
+from megatron_rl.config.base import Section
+from megatron_rl.config.explain import explain
+from megatron_rl.config.loader import read_yaml
+from megatron_rl.errors import InputError
 
 GIB = 1 << 30
 BROADCAST_BYTES = 128 << 20  # the two buffers in which the learner's first rank sends weights to servers
@@ -157,27 +161,63 @@ PROMPT_SHARE = 0.125  # mean prompt over the longest allowed
 REFILL_ROUNDS = 1.5  # rounds of sampling in a step that replaces uninformative groups, at most `max_generations`
 
 
-DTYPES = {"bf16": "flops_16bit", "tf32": "flops_tf32", "fp32": "flops_fp32"}
-# Key → field of `Gpu`, and units of the field in one of the key.
-KEYS = {
-    "memory_gib": ("memory_gib", 1.0),
+class Rates(Section):
+    """Of dense matrices, in TFLOP/s."""
+
+    bf16: PositiveFloat | None = None
+    """Also of fp16."""
+    tf32: PositiveFloat | None = None
+    fp32: PositiveFloat | None = None
+
+    def flops(self) -> dict[str, float]:
+        """Return the rates that are given, under the names of `Gpu`'s fields."""
+        fields = {"flops_16bit": self.bf16, "flops_tf32": self.tf32, "flops_fp32": self.fp32}
+        return {field: 1e12 * rate for field, rate in fields.items() if rate is not None}
+
+
+class Figures(Section):
+    tflops: Rates = Rates()
+    memory_tb_s: PositiveFloat | None = None
+    nvlink_gb_s: PositiveFloat | None = None
+    network_gb_s: PositiveFloat | None = None
+
+
+class Measured(Figures):
+    """What was measured on a node; each replaces the peak of which such a measurement reaches a known share."""
+
+    attention_tflops: PositiveFloat | None = None
+    """Causal attention, in the one type of `tflops`."""
+    source: Any = None
+
+
+class GpuFile(Figures):
+    """A file of `--gpu`."""
+
+    name: str | None = Field(None, min_length=1)
+    base: Literal[tuple(GPUS)] | None = None
+    memory_gib: PositiveFloat | None = None
+    host_link_gb_s: PositiveFloat | None = None
+    host_memory_gib: PositiveFloat | None = None
+    processors: PositiveInt | None = None
+    batched_tokens: PositiveInt | None = None
+    nvlink_gpus: PositiveInt | None = None
+    measured: Measured = Measured()
+
+
+FIELDS = {
+    "memory_gib": ("memory_gib", 1),
     "memory_tb_s": ("bandwidth", 1e12),
     "nvlink_gb_s": ("nvlink", 1e9),
     "network_gb_s": ("network", 1e9),
     "host_link_gb_s": ("host_link", 1e9),
-    "host_memory_gib": ("host_gib", 1.0),
+    "host_memory_gib": ("host_gib", 1),
     "processors": ("processors", 1),
     "batched_tokens": ("batched_tokens", 1),
     "nvlink_gpus": ("nvlink_gpus", 1),
 }
+"""Key → field of `Gpu`, and units of the field in one of the key."""
 OPTIONAL = {"batched_tokens": 16384, "nvlink_gpus": 0}  # what counts without a base
-WHOLE = ("processors", "batched_tokens", "nvlink_gpus")
-# Measured key → field, units, and the share of the peak that such a measurement reaches.
-MEASURED = {
-    "memory_tb_s": ("bandwidth", 1e12, COPY_SHARE),
-    "nvlink_gb_s": ("nvlink", 1e9, LINK),
-    "network_gb_s": ("network", 1e9, LINK),
-}
+SHARES = {"memory_tb_s": COPY_SHARE, "nvlink_gb_s": LINK, "network_gb_s": LINK}  # of the peak, of what was measured
 TOLD = {"memory_tb_s": "copies in memory", "nvlink_gb_s": "links in a node", "network_gb_s": "links between nodes"}
 
 
@@ -188,98 +228,44 @@ def find_gpu(text: str) -> Gpu:
 
 def read_gpu(path: Path) -> Gpu:
     """Return the GPU that ``path`` (YAML or JSON) describes. A measured figure replaces the assumed one."""
-    values = _read(path)
-    known = {"name", "base", "tflops", "measured", *KEYS}
-    _refuse_unknown(path, "", values, known)
-    name = values.get("name", path.stem)
-    if not isinstance(name, str) or not name:
-        raise InputError(f"{path}: name: {shown(name)}; expected a text")
-    base = _base(path, values)
-    own = {field: _number(path, key, values[key], unit) for key, (field, unit) in KEYS.items() if key in values}
-    rates = _section(path, "tflops", values, set(DTYPES))
-    own |= {DTYPES[key]: _number(path, f"tflops.{key}", value, 1e12) for key, value in rates.items()}
-    if base is None:
-        needed = [key for key, (field, _) in KEYS.items() if field not in own and key not in OPTIONAL]
-        needed += [f"tflops.{key}" for key, field in DTYPES.items() if field not in own]
-        if needed:
-            raise InputError(
-                f"{path}: {', '.join(needed)}: missing; give them, or `base: NAME`, one of {', '.join(GPUS)}, whose "
-                "figures then count where the file has none"
-            )
-        gpu = Gpu(name=name, **{KEYS[key][0]: value for key, value in OPTIONAL.items()} | own)
-    else:
-        gpu = replace(base, name=name, **own)
-    return _with_measured(path, values, gpu)
+    try:
+        file = GpuFile.model_validate(read_yaml(path, "GPU"))
+    except ValidationError as error:
+        raise InputError(f"GPU {path}:\n" + explain(error, GpuFile)) from error
+    given = {key: value for key in FIELDS if (value := getattr(file, key)) is not None}
+    own = {FIELDS[key][0]: value * FIELDS[key][1] for key, value in given.items()} | file.tflops.flops()
+    name = file.name or path.stem
+    if file.base is not None:
+        return _with_measured(path, file.measured, replace(GPUS[file.base], name=name, **own))
+    missing = [key for key in FIELDS if key not in given and key not in OPTIONAL]
+    missing += [] if len(file.tflops.flops()) == 3 else ["tflops: {bf16, tf32, fp32}"]
+    if missing:
+        raise InputError(
+            f"GPU {path}: {', '.join(missing)}: missing; give them, or `base: NAME`, one of {', '.join(GPUS)}, whose "
+            "figures then count where the file has none"
+        )
+    return _with_measured(
+        path, file.measured, Gpu(name=name, **{k: v for k, v in OPTIONAL.items() if k not in own} | own)
+    )
 
 
-def _with_measured(path: Path, values: dict[str, Any], gpu: Gpu) -> Gpu:
+def _with_measured(path: Path, measured: Measured, gpu: Gpu) -> Gpu:
     """Return ``gpu`` with peaks that give what was measured. A share of the peak is assumed of each measurement."""
-    measured = _section(path, "measured", values, {"tflops", "attention_tflops", "source", *MEASURED})
-    changes, sentences = {}, []
-    rates = _section(path, "measured.tflops", {"measured.tflops": measured.get("tflops", {})}, set(DTYPES))
-    for key, value in rates.items():
-        rate = _number(path, f"measured.tflops.{key}", value, 1e12)
-        changes[DTYPES[key]] = rate / PRODUCT_SHARE
-        sentences.append(f"products in {key} {rate / 1e12:.4g} TFLOP/s (counted as {PRODUCT_SHARE:.0%} of the peak)")
-    if "attention_tflops" in measured:
-        rate = _number(path, "measured.attention_tflops", measured["attention_tflops"], 1e12)
+    rates = measured.tflops.flops()
+    changes, sentences = {field: rate / PRODUCT_SHARE for field, rate in rates.items()}, []
+    for dtype, rate in measured.tflops.model_dump(exclude_none=True).items():
+        sentences.append(f"products in {dtype} {rate:.4g} TFLOP/s (counted as {PRODUCT_SHARE:.0%} of the peak)")
+    if measured.attention_tflops is not None:
         if len(rates) != 1:
             raise InputError(
-                f"{path}: measured.attention_tflops: {shown(measured['attention_tflops'])}, but measured.tflops has "
+                f"GPU {path}: measured.attention_tflops: {measured.attention_tflops}, but measured.tflops has "
                 f"{len(rates)} types; give one, that in which attention was measured"
             )
-        products = _number(path, "measured.tflops", next(iter(rates.values())), 1e12)
-        changes["attention_cost"] = products / rate
-        sentences.append(f"attention {rate / 1e12:.4g} TFLOP/s")
-    for key, (field, unit, share) in MEASURED.items():
-        if key in measured:
-            rate = _number(path, f"measured.{key}", measured[key], unit)
-            changes[field] = rate / share
-            sentences.append(f"{TOLD[key]} {rate / 1e9:.4g} GB/s (counted as {share:.0%} of the peak)")
+        changes["attention_cost"] = next(iter(rates.values())) / 1e12 / measured.attention_tflops
+        sentences.append(f"attention {measured.attention_tflops:.4g} TFLOP/s")
+    for key, share in SHARES.items():
+        if (value := getattr(measured, key)) is not None:
+            field, unit = FIELDS[key]
+            changes[field] = value * unit / share
+            sentences.append(f"{TOLD[key]} {value * unit / 1e9:.4g} GB/s (counted as {share:.0%} of the peak)")
     return replace(gpu, measured=tuple(sentences), **changes)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{path}: not a file of a GPU's figures in YAML or JSON: {shown(error)}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: {shown(values)}; expected keys with values, such as memory_gib: 79.1")
-    return values
-
-
-def _base(path: Path, values: dict[str, Any]) -> Gpu | None:
-    base = values.get("base")
-    if base is not None and base not in GPUS:
-        raise InputError(f"{path}: base: {shown(base)}; expected one of {', '.join(GPUS)}")
-    return GPUS[base] if base is not None else None
-
-
-def _section(path: Path, key: str, values: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    section = values.get(key, {})
-    if not isinstance(section, dict):
-        raise InputError(f"{path}: {key}: {shown(section)}; expected keys with values: {', '.join(sorted(known))}")
-    _refuse_unknown(path, f"{key}.", section, known)
-    return section
-
-
-def _refuse_unknown(path: Path, prefix: str, values: dict[str, Any], known: set[str]) -> None:
-    if unknown := [key for key in values if key not in known]:
-        raise InputError(
-            f"{path}: {prefix}{unknown[0]}: {shown(values[unknown[0]])}: no such key; remove it, or write one of "
-            f"{', '.join(sorted(known))}"
-        )
-
-
-def _number(path: Path, key: str, value: Any, unit: float) -> float:
-    """Return the number ``value`` in the units of `Gpu`. Raises `InputError` for anything but a positive number."""
-    whole = key in WHOLE
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < 1e9:
-        kind = "whole number" if whole else "number"
-        fix = "; YAML reads 1e3 as a text, write 1000" if isinstance(value, str) else ""
-        raise InputError(f"{path}: {key}: {shown(value)}; expected a {kind} above 0{fix}")
-    return value * unit
