@@ -13,12 +13,11 @@ from matplotlib.figure import Figure
 from megatron_rl.instruments.lab.jobs import LoadedStudy
 from megatron_rl.instruments.lab.results import Effect, Results, read_results
 from megatron_rl.instruments.lab.study import DEFAULT_METRICS, Study
-from megatron_rl.monitor.plots import PANELS, Curves, Panel, draw_panel, group_handles, legend_below
+from megatron_rl.monitor.plots import PANELS, Curves, Panel, View, draw_panel, group_handles, legend_below
 
 # A study's figure: a block per `figure` entry, a panel per metric, means over seeds with bands from lowest to highest.
 
 
-SMOOTHING = 5  # steps of the running mean; a batch of 64 responses is noisy
 DPI = 75
 WIDTH, HEIGHT = 3.5, 2.7  # inches of a panel
 MOST_COLUMNS = 3
@@ -38,13 +37,13 @@ def draw_study(results: Results) -> Figure:
     figure.suptitle(f"{study.title}: mean of {seeds} seeds, band from lowest to highest", fontsize=11)
     for block, entry in enumerate(study.figure):
         groups = [
-            Curves(study.arms[arm].label or arm, [smoothed(run, metrics) for run in results.records[arm].values()])
+            Curves(study.arms[arm].label or arm, list(results.records[arm].values()))
             for arm in entry.arms
             if results.records[arm]
         ]
         for number, metric in enumerate(metrics):
             axes = figure.add_subplot(rows * len(study.figure), columns, block * rows * columns + number + 1)
-            draw_panel(axes, _panel(metric), groups)
+            draw_panel(axes, _panel(metric), groups, View())
             if number == 0:
                 axes.annotate(
                     entry.title, (0, 1), (0, 20), "axes fraction", textcoords="offset points", fontweight="bold"
@@ -52,22 +51,6 @@ def draw_study(results: Results) -> Figure:
             if number == (rows - 1) * columns:  # below the block
                 legend_below(axes, group_handles(groups), columns=2)
     return figure
-
-
-def smoothed(records: list[dict[str, float]], metrics: Sequence[str]) -> list[dict[str, float]]:
-    """Return ``records`` with each of ``metrics`` averaged over the last `SMOOTHING` steps, fewer at the start.
-
-    Metrics that are recorded rarely, such as validations, are unchanged.
-    """
-    smooth: list[dict[str, float]] = [{"step": record["step"]} for record in records]
-    for metric in metrics:
-        recent: list[tuple[float, float]] = []  # step, value
-        for record, target in zip(records, smooth, strict=True):
-            if metric in record and np.isfinite(record[metric]):
-                recent = [seen for seen in recent if seen[0] > record["step"] - SMOOTHING]
-                recent.append((record["step"], float(record[metric])))
-                target[metric] = float(np.mean([value for _, value in recent]))
-    return smooth
 
 
 def _panel(metric: str) -> Panel:

@@ -213,7 +213,7 @@ class Translation:
             ],
             "Not known from the file": self.notes,
             "No rule here knows": [", ".join(unknown)],
-            "Without effect here": [", ".join(_grouped(idle))],
+            "Without effect here": [", ".join(idle)],
         }
         parts = [f"{self.project} (rules read from {', '.join(READ_FROM[self.project])}): {self.path.name}"]
         for title, lines in sections.items():
@@ -269,19 +269,6 @@ def _above(key: str) -> list[str]:
     """The sections that ``key`` stands in, dotted."""
     parts = key.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
-
-
-def _grouped(keys: list[str]) -> list[str]:
-    """``keys``, those of one section together: `a.b.{c, d, e}`."""
-    sections: dict[str, list[str]] = {}
-    for key in keys:
-        section, dot, name = key.rpartition(".")
-        sections.setdefault(section + dot, []).append(name)
-    return [
-        word
-        for section, names in sections.items()
-        for word in ([f"{section}{{{', '.join(names)}}}"] if section and names[2:] else [section + n for n in names])
-    ]
 
 
 def shown(value: Any) -> str:

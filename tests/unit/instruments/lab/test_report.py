@@ -13,7 +13,7 @@ from scipy import stats
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab import load_study
 from megatron_rl.instruments.lab.jobs import outcome_of
-from megatron_rl.instruments.lab.report import MOST_COLUMNS, WIDTH, draw_study, smoothed, write_report
+from megatron_rl.instruments.lab.report import MOST_COLUMNS, WIDTH, draw_study, write_report
 from megatron_rl.instruments.lab.results import paired_effect, read_results
 from megatron_rl.instruments.lab.runner import register
 from megatron_rl.instruments.lab.study import Outcome
@@ -131,15 +131,6 @@ def runs(tmp_path_factory):
         (folder / "metrics.jsonl").write_text("".join([*lines, encode_line(NUM_STEPS, {"val/reward/mean": final})]))
         (folder / "DONE").write_text(f"{NUM_STEPS}\n")
     return study, root
-
-
-def test_a_figure_smooths_over_steps_and_not_over_validations():
-    records = [{"step": step, "reward": float(step), "val": 10.0 * step} for step in range(8)]
-    for record in records[1:5] + records[6:7]:
-        del record["val"]  # measured at the steps 0, 5 and 7
-    smooth = smoothed(records, ["reward", "val"])
-    assert [record["reward"] for record in smooth] == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
-    assert {record["step"]: record["val"] for record in smooth if "val" in record} == {0: 0.0, 5: 50.0, 7: 60.0}
 
 
 def test_a_panel_without_curves_says_why(runs):
