@@ -1,4 +1,4 @@
-"""Finds the logs below a path and reads them: TensorBoard, W&B offline, MLflow, JSON lines, JSON, CSV, console.
+"""Finds the logs below a path and reads them: TensorBoard, W&B offline, JSON lines, JSON, CSV, console.
 
 Each becomes a `Log` of points (name, step, value) under the names that the project gave them.
 
@@ -11,9 +11,7 @@ from __future__ import annotations
 import ast
 import csv
 import json
-import math
 import re
-import sqlite3
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -182,12 +180,11 @@ STEP_KEYS = (
     "_step",
 )
 _TEXTS = ("Name", "State", "Created", "Runtime")  # columns of W&B's tables of runs
-DEPTH = 5  # folders below the one that was given: mlruns/EXPERIMENT/RUN/metrics, prime-rl's runs
+DEPTH = 5  # folders below the one that was given, as of prime-rl's runs
 EXPECTED = (
     "a run directory of megatron-rl, or a log of verl, slime, miles, NeMo-RL, prime-rl or TRL: events.out.tfevents.*, "
-    "run-*.wandb, a run's folder in mlruns, mlflow.db, trainer_state.json, *.json, *.jsonl, *.csv, or a run's output"
+    "run-*.wandb, trainer_state.json, *.json, *.jsonl, *.csv, or a run's output"
 )
-_LARGEST = 1.7976931348623157e308  # MLflow's databases have it for infinity
 
 
 @dataclass(frozen=True)
@@ -201,14 +198,12 @@ class Log:
 
 
 def find_logs(path: Path) -> list[Log]:
-    """The logs at ``path``: a file, a folder with logs of one kind below it, or DATABASE/RUN for MLflow.
+    """The logs at ``path``: a file, or a folder with logs of one kind below it.
 
-    Of several kinds in a folder the first is taken that keeps all digits: W&B, MLflow, JSON, CSV, then TensorBoard.
+    Of several kinds in a folder the first is taken that keeps all digits: W&B, JSON, CSV, then TensorBoard.
     """
     if path.is_file():
         return _read_file(path)
-    if path.parent.is_file() and _is_database(path.parent):
-        return [_read_database(path.parent, path.name)]
     if not path.is_dir():
         raise InputError(f"{path}: no such file; expected {EXPECTED}")
     files = sorted(_below(path, DEPTH))
@@ -216,10 +211,6 @@ def find_logs(path: Path) -> list[Log]:
         raise InputError(f"{path}: holds run directories of megatron-rl; give one of {', '.join(ours[:10])}")
     if runs := [file for file in files if file.suffix == ".wandb"]:
         return [_read_wandb(file) for file in runs]
-    if stores := sorted({file.parents[_depth_in_run(file)] for file in files if _depth_in_run(file)}):
-        return [_read_store(folder) for folder in stores]
-    if databases := [file for file in files if _is_database(file)]:
-        return [log for file in databases for log in _read_file(file)]
     if states := [file for file in files if file.name == "trainer_state.json"]:
         newest = max(states, key=lambda file: (file.stat().st_mtime, file))  # each checkpoint has the whole history
         return _read_file(newest)
@@ -241,18 +232,6 @@ def _below(folder: Path, depth: int) -> Iterable[Path]:
 
 def _is_events(file: Path) -> bool:
     return ".tfevents." in file.name
-
-
-def _is_database(file: Path) -> bool:
-    return file.suffix in {".db", ".sqlite", ".sqlite3"}
-
-
-def _depth_in_run(file: Path) -> int:
-    """How many folders above ``file`` a run of an MLflow folder is; 0 if ``file`` is no metric of one."""
-    for depth, folder in enumerate(file.parents):
-        if folder.name == "metrics":
-            return depth + 1 if (folder.parent / "meta.yaml").is_file() else 0
-    return 0
 
 
 def _has_metrics(file: Path, folder: Path) -> bool:
@@ -277,8 +256,6 @@ def _read_file(file: Path) -> list[Log]:
         return [_read_events(file, [file])]
     if file.suffix == ".wandb":
         return [_read_wandb(file)]
-    if _is_database(file):
-        return [_read_database(file)]
     try:
         if file.suffix == ".csv":
             return [Log("CSV", file, _read_csv(file))]
@@ -303,47 +280,6 @@ def _read_events(path: Path, files: list[Path]) -> Log:
 def _read_wandb(file: Path) -> Log:
     run = file.stem.removeprefix("run-")
     return Log("W&B", file, _points(read_wandb(file), file), group=run)
-
-
-def _read_store(folder: Path) -> Log:
-    """A run of an MLflow folder: `metrics/NAME` has lines "time value step", NAME may have folders."""
-    points: Points = []
-    for file in sorted((folder / "metrics").rglob("*")):
-        if file.is_file():
-            name = str(file.relative_to(folder / "metrics"))
-            for line in file.read_text(encoding="utf-8").splitlines():
-                cells = line.split()
-                if len(cells) < 3:
-                    raise InputError(f"{file}: {shown(line, 60)} is not a line of MLflow; expected time, value, step")
-                points.append((name, int(cells[2]), float(cells[1])))
-    return Log("MLflow", folder, points)
-
-
-def _read_database(file: Path, run: str | None = None) -> Log:
-    """A run of an MLflow database: that with the name or id ``run``, or the only one."""
-    try:
-        database = sqlite3.connect(f"file:{file}?mode=ro", uri=True)
-        try:
-            runs = database.execute("SELECT run_uuid, name FROM runs WHERE lifecycle_stage = 'active'").fetchall()
-            chosen = [uuid for uuid, name in runs if run is None or run in (uuid, name)]
-            if len(chosen) != 1:
-                names = ", ".join(f"{file}/{name or uuid}" for uuid, name in runs[:20])
-                raise InputError(f"{file}: {len(chosen)} runs{f' named {run}' if run else ''}; give one: {names}")
-            rows = database.execute(
-                "SELECT key, step, value, is_nan FROM metrics WHERE run_uuid = ? ORDER BY step, timestamp", chosen
-            ).fetchall()
-        finally:
-            database.close()
-        points = [(str(key), int(step), _from_database(value, nan)) for key, step, value, nan in rows]
-    except (sqlite3.Error, ValueError, TypeError) as error:
-        raise InputError(f"{file}: not a database of MLflow ({error})") from error
-    return Log("MLflow", file, points)
-
-
-def _from_database(value: float, is_nan: int) -> float:
-    if is_nan:
-        return math.nan
-    return math.copysign(math.inf, value) if abs(value) >= _LARGEST else float(value)
 
 
 def _json_lines(file: Path) -> list[Mapping[str, object]]:

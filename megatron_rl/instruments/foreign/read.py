@@ -40,14 +40,14 @@ class Name:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """The regular expression of the whole name ``theirs``. TensorBoard writes "_" for "@", MLflow "_at_"."""
+        """The regular expression of the whole name ``theirs``. TensorBoard writes "_" for "@"."""
         text = re.escape(self.theirs).replace("\\ ", " ")
         for part, expression in _PARTS.items():
             text = text.replace(part, expression)
         return re.compile(text)
 
 
-_AT = "(?:@|_at_|_)"
+_AT = "(?:@|_)"
 _PARTS = {
     "@k": rf"{_AT}\d+",
     "<agent>": "[^/]+",
@@ -115,7 +115,7 @@ _SLIME = (
     Name("actor/lr", "train/lr-pg_0"),
     Name("perf/time/step", "perf/step_time"),
 )
-_TRL = (  # trainer_state.json and MLflow; with "train/" before them in TensorBoard and W&B
+_TRL = (  # trainer_state.json; with "train/" before them in TensorBoard and W&B
     Name("critic/rewards/mean", "reward"),
     Name("response_length/mean", "completions/mean_length"),
     Name("response_length/max", "completions/max_length"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sqlite3
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,14 +13,6 @@ from megatron_rl.errors import InputError
 from megatron_rl.instruments.foreign.read import read_run
 
 LOGS = Path(__file__).with_name("logs.tar.xz")
-
-
-@pytest.fixture(scope="module")
-def logs(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("logs")
-    with tarfile.open(LOGS) as archive:
-        archive.extractall(folder)
-    return folder
 
 
 def written(file: Path, rows: list[dict]) -> Path:
@@ -42,21 +32,11 @@ def as_csv(folder: Path, prefix: str = "") -> Path:
     return folder / "run.csv"
 
 
-def as_store(folder: Path) -> Path:
-    run = folder / "mlruns/1/abc"
-    (run / "metrics").mkdir(parents=True)
-    (run / "meta.yaml").write_text("run_id: abc\n")
-    for name in ("reward", "frac_reward_zero_std"):
-        (run / "metrics" / name).write_text("".join(f"17 {row[name]!r} {row['step']}\n" for row in ROWS))
-    return folder / "mlruns"
-
-
 @pytest.mark.parametrize(
     "write",
     [
         as_csv,
         lambda folder: as_csv(folder, "my run - "),
-        as_store,
         lambda folder: written(folder / "run.jsonl", ROWS),
         lambda folder: written(folder / "run.jsonl", ROWS).parent,
         lambda folder: written(folder / "run.jsonl", [{"step": row["step"], "data": row} for row in ROWS]),
@@ -69,19 +49,11 @@ def test_formats(tmp_path, write: Callable[[Path], Path]):
     assert [(r["step"], r["critic/rewards/mean"], r["groups/no_signal_frac"]) for r in run.records] == expected
 
 
-def test_logs_of_several_runs_are_listed(logs, tmp_path):
+def test_logs_of_several_runs_are_listed(tmp_path):
     for name in ("one.jsonl", "two.jsonl"):
         written(tmp_path / name, ROWS)
     with pytest.raises(InputError, match=r"2 logs of several runs \(each has .*one\.jsonl, .*two\.jsonl"):
         read_run(tmp_path)
-    (tmp_path / "mlflow.db").write_bytes((logs / "verl/mlflow.db").read_bytes())
-    with sqlite3.connect(tmp_path / "mlflow.db") as database:
-        columns = [column[1] for column in database.execute("PRAGMA table_info(runs)")]
-        others = ", ".join(column for column in columns if column not in ("run_uuid", "name"))
-        database.execute(f"INSERT INTO runs (run_uuid, name, {others}) SELECT 'b', 'second', {others} FROM runs")
-    with pytest.raises(InputError, match=r"2 runs; give one: .*mlflow\.db/rate, .*mlflow\.db/second"):
-        read_run(tmp_path / "mlflow.db")
-    assert read_run(tmp_path / "mlflow.db/rate").records == read_run(logs / "verl/mlflow.db").records
 
 
 CONSOLE = {

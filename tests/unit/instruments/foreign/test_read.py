@@ -27,7 +27,7 @@ from tests.support.rounding import rounded
 from tests.support.tiny import REPOSITORY
 
 LOGS = Path(__file__).with_name("logs.tar.xz")
-VERL = ("verl/tensorboard", "verl/wandb", "verl/mlflow.db", "verl/mlflow.db/rate", "verl/verl.jsonl")
+VERL = ("verl/tensorboard", "verl/wandb", "verl/verl.jsonl")
 OTHERS = ("slime", "miles", "nemo", "prime", "trl/trainer_state.json", "trl/tensorboard")
 FLOAT32 = 2.0**-24
 
@@ -184,7 +184,6 @@ def faulty(folder: Path, name: str, content: str | bytes) -> Path:
             "the client cannot have written (a field that is longer",
         ),
         (lambda f: faulty(f, "a.wandb", fragment(b"\x12\x04\x0a\x02\x08\x01")), "the client cannot have written"),
-        (lambda f: faulty(f, "a.db", b"x" * 99), "not a database of MLflow"),
         (lambda f: faulty(f, "events.out.tfevents.1", b"x" * 99), "its first record is not whole"),
         (lambda f: faulty(f, "events.out.tfevents.1", b"\x03" + bytes(11) + b"\xff" * 7), "not an event file"),
     ],
@@ -256,7 +255,7 @@ def test_explain_schedule_reads_a_log(logs, tmp_path, monkeypatch, capsys):
 
 
 def test_plot_draws_a_log_beside_a_run(logs, tmp_path, capsys):
-    run = f"theirs={logs / 'verl/mlflow.db/rate'}"
+    run = f"theirs={logs / 'verl/wandb'}"
     assert main(["run", "plot", run, str(logs / "trl/trainer_state.json"), "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "theirs: 1 run(s), 60 steps" in text
