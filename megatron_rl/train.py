@@ -21,7 +21,7 @@ from megatron_rl.rewards.rewarder import Scores, merged_scores
 from megatron_rl.rollout import Sampling
 from megatron_rl.run.acceptance import Snapshot, judge
 from megatron_rl.run.engines import hand_over
-from megatron_rl.run.lookahead import Oversampling, staleness_metrics
+from megatron_rl.run.lookahead import staleness_metrics
 from megatron_rl.run.recorded_batches import record_batch
 from megatron_rl.run.start import Run, start
 from megatron_rl.types import Batch, Group
@@ -83,8 +83,6 @@ def _steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
 
 def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
     """Return the scored groups of a step. `batch.filter_groups` replaces groups without signal."""
-    if isinstance(run.ahead, Oversampling):
-        return sample_first(run, run.ahead, step)
     recipe, complete, sampled = run.recipe, [], []
     batch = recipe.batch
     shares: list[Scores] = []
@@ -130,35 +128,6 @@ def score_batch(run: Run, batch: Batch, groups: list[Group], taken: dict[str, An
         run.refuse_failures(scores, batch.step)
     give_scores(groups, run.recipe.objective)
     return scores.metrics | group_metrics(groups, run.recipe.batch.filter_metric)
-
-
-def sample_first(run: Run, ahead: Oversampling, step: int) -> tuple[list[Group], dict[str, float]]:
-    """Return the groups of a step with `batch.oversample`: score groups as they complete, until the batch is full."""
-    batch, version = run.recipe.batch, run.learner.num_updates
-    sampled: list[Group] = []
-    shares: list[Scores] = []
-    ahead.open(step, version)
-    for number in range(batch.max_generations):
-        if number:
-            ahead.refill(version)
-        while not ahead.is_filled:
-            with run.monitor.phase("generate") as span:
-                groups = ahead.arrivals()
-                span.tokens = sum(rollout.num_sampled for group in groups for rollout in group.rollouts)
-            if not groups:
-                break
-            shares.append(run.reward(groups, step))
-            sampled += groups
-            ahead.keep(keep_informative(groups, batch.filter_metric) if batch.filter_groups else groups)
-        if ahead.is_filled:
-            break
-    scores = merged_scores(shares)
-    run.refuse_failures(scores, step)
-    first_batch, metrics = ahead.close()
-    staleness = staleness_metrics(first_batch, version)
-    ahead.check_staleness(step, staleness)
-    metrics |= scores.metrics | staleness | group_metrics(sampled, batch.filter_metric)
-    return first_batch, metrics
 
 
 def update(

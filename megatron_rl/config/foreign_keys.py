@@ -297,7 +297,7 @@ nothing
 a batch is learned from once | actor.ppo_epochs=1 | |
 nothing in verl either: clip_ratio_low and clip_ratio_high are set by default | actor.clip_ratio | |
 data.train.0.limit takes the first rows of a file; verl draws them at random | data.*_max_samples=-1 | |
-a step waits for its longest response; see batch.oversample | rollout.over_sample_rate | |
+a step waits for its longest response | rollout.over_sample_rate | |
 it generates ahead of the learner; here rollout.engine vllm_server and max_staleness do | verl.*async* | |
 rewards are those of reward.name | reward_model.reward_manager=naive reward.reward_manager.name=naive | --group-rm |
     env.*

@@ -12,11 +12,7 @@ from typing import Any
 from pydantic import model_validator
 
 from megatron_rl.config.learner import ParallelConfig, ScheduleConfig, fp32_products
-from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sections import BatchConfig, RecipeSections
-
-MAX_CARRY_OVER_FACTOR = 2
-"""Of f · n groups n are learned from; the other (f - 1) · n have to fit into the next step's n."""
 
 
 def section_problems(recipe: RecipeSections) -> list[str]:
@@ -29,7 +25,7 @@ def section_problems(recipe: RecipeSections) -> list[str]:
         )
     )
     problems += exact_problems(recipe) + batch_problems(recipe.batch) + offload_problems(recipe)
-    problems += oversample_problems(recipe.batch, recipe.rollout) + tf32_problems(recipe)
+    problems += tf32_problems(recipe)
     learner = recipe.learner
     problems += dispatcher_problems(learner.parallel, learner.token_dispatcher, recipe.runtime.device)
     problems += epoch_problems(recipe)
@@ -188,7 +184,6 @@ def epoch_problems(recipe: RecipeSections) -> list[str]:
         return []
     keys = {
         "batch.filter_groups": recipe.batch.filter_groups,
-        "batch.oversample": recipe.batch.oversample is not None,
         "weights in data.train": bool(recipe.data.weights),
     }
     return [
@@ -302,34 +297,6 @@ def batch_problems(batch: BatchConfig) -> list[str]:
     return problems
 
 
-def oversample_problems(batch: BatchConfig, rollout: RolloutConfig) -> list[str]:
-    """Why `batch.oversample` cannot be used; empty where it can, or is not set."""
-    oversample, problems = batch.oversample, []
-    if oversample is None:
-        return problems
-    if rollout.engine != "vllm_server":
-        problems.append(
-            f"batch.oversample: set, but rollout.engine {rollout.engine} returns a batch when all of it is complete; "
-            "use null or rollout.engine: vllm_server"
-        )
-    if batch.generation_prompts:
-        problems.append(
-            f"batch.generation_prompts: {batch.generation_prompts} and batch.oversample.factor {oversample.factor:g} "
-            "both say how many groups are asked for; remove generation_prompts"
-        )
-    if oversample.rest == "carry_over" and not rollout.max_staleness:
-        problems.append(
-            "batch.oversample.rest: carry_over with rollout.max_staleness 0; a group that is carried over is one step "
-            "old when it is learned from; set rollout.max_staleness: 1 or more, or use rest: abort"
-        )
-    if oversample.rest == "carry_over" and oversample.factor > MAX_CARRY_OVER_FACTOR:
-        problems.append(
-            f"batch.oversample.factor: {oversample.factor:g} with rest carry_over leaves more groups over than the "
-            f"next step learns from, so that their age would grow; use at most {MAX_CARRY_OVER_FACTOR}, or rest: abort"
-        )
-    return problems
-
-
 def schedule_problems(schedule: ScheduleConfig, lr: float, total_steps: float) -> list[str]:
     """What does not fit the optimizer's numbers or the length of the run; empty where all does."""
     problems = []
@@ -438,6 +405,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "data.curriculum": (None, "every epoch visits every prompt once; `paper sanity-set` keeps problems by difficulty"),
     "validation.repeated_rows": ("merge", "equal rows are one problem; raise validation.num_samples"),
     "data.cache": ("auto", "every start tokenizes its files"),
+    "batch.oversample": (None, "rollout.in_flight.mode: keep or abort_and_resume trains on while long responses go on"),
     "rollout.servers.token_file": (None, "write: export MRL_SERVER_TOKEN=$(cat FILE)"),
     "rollout.servers.retries": (3, "a request is sent again up to three times"),
     "rollout.servers.concurrency": (None, "a server computes rollout.max_num_seqs responses at a time"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -74,22 +73,6 @@ class RecorderConfig(Section):
 FilterMetric = Literal["reward", "raw_reward"]
 
 
-class OversampleConfig(Section):
-    """More groups are asked for than a step learns from; it takes those that are complete first (docs/servers.md)."""
-
-    factor: float = Field(gt=1.0, le=8.0)
-    """Groups asked for, as a multiple of batch.prompts."""
-    rest: Literal["carry_over", "abort"]
-    """What becomes of groups that are not complete when the batch is. carry_over: they are learned from in the next
-    step, whatever their length, so that no prompt is lost; needs rollout.max_staleness of at least 1 and a factor of
-    at most 2. abort: their responses are cut off and thrown away; what is learned from is biased towards short
-    responses."""
-
-    def num_asked(self, num_prompts: int) -> int:
-        """Groups to ask for where ``num_prompts`` are wanted."""
-        return math.ceil(round(self.factor * num_prompts, 9))  # 1.1 · 10 is 11, and a little more in binary
-
-
 class BatchConfig(Section):
     """How many sequences a step has and how many updates are made of them."""
 
@@ -109,15 +92,10 @@ class BatchConfig(Section):
     generation_prompts: PositiveInt | None = None
     """With filter_groups: prompts sampled in each round (verl's `gen_batch_size`); of the groups left the first
     `prompts` are learned from. null: in the first round `prompts`, then as many as are missing."""
-    oversample: OversampleConfig | None = None
-    """Ask for more groups than a step learns from and take the first that are complete (engine `vllm_server` only).
-    null: a step waits for its longest response."""
 
     @property
     def prompts_of_a_round(self) -> int:
         """Prompts of the first round of sampling of a step."""
-        if self.oversample is not None:
-            return self.oversample.num_asked(self.prompts)
         return self.generation_prompts or self.prompts
 
 

@@ -3,6 +3,6 @@
 The loop knows `Generator` alone. vLLM is imported only by the modules that start it, because the import takes seconds.
 """
 
-from megatron_rl.rollout.generator import Arrival, Generator, LegCounts, RolloutError, Sampling
+from megatron_rl.rollout.generator import Generator, LegCounts, RolloutError, Sampling
 
-__all__ = ["Arrival", "Generator", "LegCounts", "RolloutError", "Sampling"]
+__all__ = ["Generator", "LegCounts", "RolloutError", "Sampling"]

@@ -74,17 +74,6 @@ class LegCounts:
         }
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """A complete group. ``ticket`` and ``place``: the call of `begin` that asked for it, and its prompt's there."""
-
-    ticket: Any
-    place: int
-    group: Group
-    age_s: float = 0.0  # since its last response was complete
-    counts: LegCounts | None = None  # of its responses; None where no update meets responses under way
-
-
 class Generator(Protocol):
     """An engine that samples responses and takes new weights.
 
@@ -141,9 +130,9 @@ Listener = Callable[[Prompt, list[Rollout]], None]
 class AnnouncingGenerator(Protocol):
     """A `Generator` that tells of responses while it samples others, so that they can be scored meanwhile."""
 
-    def announce_to(self, listener: Listener, whole_groups: bool = False) -> None:
+    def announce_to(self, listener: Listener) -> None:
         """Call ``listener`` with each response that becomes complete from now on. It must return at once; any thread
-        may call it. ``whole_groups``: once the whole group is complete, where groups may be given up before."""
+        may call it."""
         ...
 
 

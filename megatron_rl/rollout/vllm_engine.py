@@ -174,11 +174,8 @@ class VllmGenerator:
             self._stats["rollout/turns_mean"] = sum(rollout.num_turns for rollout in rollouts) / len(rollouts)
         return make_groups(prompts, num_samples, rollouts)
 
-    def announce_to(self, listener: Listener, whole_groups: bool = False) -> None:
-        """Call ``listener`` with every response that this rank owns, between two steps of the engine.
-
-        ``whole_groups`` has no effect: no group is given up.
-        """
+    def announce_to(self, listener: Listener) -> None:
+        """Call ``listener`` with every response that this rank owns, between two steps of the engine."""
         self._listener = listener
 
     def _generate(

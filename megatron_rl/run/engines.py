@@ -87,15 +87,10 @@ def start_generator(
 
 
 class LearnerWeights:
-    """The learner's weights as `Learner.export_weights` yields them, as often as they are asked for. ``is_current``:
-    whether the learner still has those that it had when this was made."""
+    """The learner's weights as `Learner.export_weights` yields them, as often as they are asked for."""
 
     def __init__(self, learner: Learner) -> None:
-        self._learner, self._version = learner, learner.num_updates
-
-    @property
-    def is_current(self) -> bool:
-        return self._learner.num_updates == self._version
+        self._learner = learner
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._learner.export_weights()

@@ -212,8 +212,7 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
         load_talk(recipe.rollout.function, tokenizer)
     train = load_train(recipe.data, tokenizer)
     if (prompts := recipe.batch.prompts_of_a_round) > len(train):
-        oversampled = "oversample.factor" if recipe.batch.oversample else "prompts"
-        key = "generation_prompts" if recipe.batch.generation_prompts else oversampled
+        key = "generation_prompts" if recipe.batch.generation_prompts else "prompts"
         raise InputError(
             f"batch.{key}: {prompts} prompts a step, but data.train has {len(train)}; a step would "
             f"sample a prompt twice. Lower batch.{key} or add data"

@@ -196,10 +196,9 @@ class Run:
         The reward must be a function, which is called as responses become complete, and nothing before that pass may
         depend on rewards. With `acceptance` the state before an update is copied once its rate is known.
         """
-        recipe, batch = self.recipe, self.recipe.batch
-        chooses = batch.filter_groups or batch.oversample is not None
+        recipe = self.recipe
         is_early = self.rewarder.has_functions and isinstance(self.generator, AnnouncingGenerator)
-        return is_early and recipe.makes_old_logprobs and not chooses and recipe.acceptance is None
+        return is_early and recipe.makes_old_logprobs and not recipe.batch.filter_groups and recipe.acceptance is None
 
     @contextlib.contextmanager
     def saved_on_fault(self, before: dict[str, Any] | None = None) -> Iterator[None]:
@@ -278,7 +277,7 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             return
         stack.callback(generator.close)
         if prepared.rewarder.has_functions and isinstance(generator, AnnouncingGenerator):
-            generator.announce_to(prepared.rewarder.begin, whole_groups=recipe.batch.oversample is not None)
+            generator.announce_to(prepared.rewarder.begin)
         _confirm_precision(prepared, learner, generator, monitor)
         ahead = make_lookahead(recipe.batch, recipe.rollout, recipe.num_steps, sampler, generator)
         saving = Saving(recipe.checkpoint, directory.checkpoints, learner, monitor.log)

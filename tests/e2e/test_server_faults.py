@@ -6,12 +6,10 @@ Servers are started once, and again where they were killed; a scene with two ser
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +18,6 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError
 
-from megatron_rl.config.sections import OversampleConfig
-from megatron_rl.data import PromptSampler, PromptSet
 from megatron_rl.errors import InputError
 from megatron_rl.rollout.generator import RolloutError, RolloutInterrupted
 from megatron_rl.rollout.servers import weight_broadcast, weight_updates
@@ -29,7 +25,6 @@ from megatron_rl.rollout.servers.generator import ServerGenerator
 from megatron_rl.rollout.servers.pool import Member
 from megatron_rl.rollout.servers.rendezvous import folder, publish, read
 from megatron_rl.rollout.servers.weight_broadcast import GroupError
-from megatron_rl.run.lookahead import Oversampling, staleness_metrics
 from megatron_rl.types import Group
 from tests.e2e import in_flight
 from tests.e2e.in_flight import (
@@ -46,7 +41,6 @@ from tests.e2e.in_flight import (
     weights,
 )
 from tests.support.forked_servers import ForkedServers
-from tests.support.patience import PATIENCE_S
 from tests.support.slow import slow_but
 from tests.support.tiny import MODEL
 from tests.support.zygote import zygote
@@ -240,90 +234,6 @@ class TestFaults:
             os.kill(engine, signal.SIGCONT)
         monkeypatch.undo()
         wait(generator, lambda: not any(member.lost for member in generator._servers.pool.members.values()))
-
-    def test_groups_that_are_cut_off_leave_nothing_on_servers(self, generator, models, both):
-        step, everything = generator.version, prompts(16, 16)
-        ahead = Oversampling(
-            PromptSampler(everything),
-            generator,
-            OversampleConfig(factor=2, rest="abort"),
-            num_prompts=3,
-            num_samples=2,
-            max_staleness=1,
-            num_steps=step + 9,
-        )
-        ahead.open(step, generator.version)
-        if generator._config.in_flight.mode != "finish":  # which waits for all of them
-            update(generator, models)
-        while not ahead.is_filled:
-            ahead.keep(ahead.arrivals())
-        kept, metrics = ahead.close()
-        assert (len(kept), metrics["rollout/oversample/aborted"]) == (3, 3)
-        assert_as_said(generator, models, kept, begun_with=step)
-        wait(generator, lambda: not any(member.in_flight for member in generator._servers.pool.members.values()))
-        Asked(generator, 17).assert_once_and_as_said(models)
-
-    def test_groups_that_were_carried_over_survive_a_server_that_dies_before_an_update(self, generator, models, both):
-        """Every prompt is learned from once, carried over or not."""
-        step, everything = generator.version + 1, prompts(16, 9)
-        config = OversampleConfig(factor=1.5, rest="carry_over")
-        ahead = Oversampling(
-            PromptSampler(everything),
-            generator,
-            config,
-            num_prompts=4,
-            num_samples=2,
-            max_staleness=1,
-            num_steps=step + 9,
-        )
-        carried = [prompt.id for prompt in ahead._prompts.take(2)]
-        ahead.load_state_dict([{"step": step - 1, "prompts": carried}], PromptSet.of(everything))
-        begun_with = {step: generator.version}
-        ahead.open(step, generator.version)
-        os.kill(both[0].address.pid, signal.SIGSTOP)  # so that it cannot answer what it is asked
-        wait(generator, lambda: both[0].in_flight > 0)
-        os.kill(both[0].address.pid, signal.SIGKILL)
-        update(generator, models)
-        learned = []
-        for now in (step, step + 1):
-            if now > step:
-                begun_with[now] = generator.version
-                ahead.open(now, generator.version)
-            while not ahead.is_filled:
-                ahead.keep(ahead.arrivals())
-            kept, metrics = ahead.close()
-            assert_as_said(generator, models, kept, begun_with[step], begun_with[now])
-            ahead.check_staleness(now, staleness_metrics(kept, begun_with[now]))
-            learned.append([group.prompt.id for group in kept])
-            number = np.mean([len(set(rollout.policy_versions.tolist())) for _, rollout in flat(kept)])
-            overlaps = generator._config.in_flight.mode != "finish"
-            assert metrics.get("rollout/versions_mean", 0.0) == (number if overlaps else 0.0)
-            assert (metrics.get("rollout/legs_mean", 0.0) >= 1.0) == overlaps
-        assert learned[0][:2] == carried
-        (left,) = ahead.state_dict()
-        taken = learned[0] + learned[1] + left["prompts"]
-        assert Counter(taken) == Counter(prompt.id for prompt in PromptSampler(everything).take(len(taken)))
-        for begun in ahead._begun:
-            generator.cancel(begun.ticket)
-
-    def test_a_server_that_comes_back_gets_the_weights_while_all_wait_for_responses(self, generator, models):
-        """Of these the other server can give none before."""
-        pool = generator._servers.pool
-        wait(generator, lambda: sum(not member.lost for member in pool.members.values()) == 2)
-        if not pool.lacking:  # it came while the scene before waited for responses
-            pool.mark_stale(pool.ready[0], generator.version)
-        (other,), (newcomer,) = pool.ready, pool.lacking
-        os.kill(other.address.pid, signal.SIGSTOP)
-        asked = Asked(generator, 10)
-
-        async def go_on():
-            while newcomer not in pool.ready:
-                await asyncio.sleep(0.01)
-            os.kill(other.address.pid, signal.SIGCONT)
-
-        going_on = generator._main.submit(go_on())
-        asked.assert_once_and_as_said(models)
-        going_on.result(PATIENCE_S)
 
     def test_a_server_that_dies_in_an_update_costs_the_others_nothing_but_time(self, generator, models, both):
         victim, other = both

@@ -27,7 +27,6 @@ from megatron_rl.routing import route_checksums
 from megatron_rl.types import Group
 from tests.e2e.hf_reference import assert_same as assert_same_by
 from tests.e2e.hf_reference import flat, perturbed, prompts
-from tests.e2e.in_flight import wait
 from tests.support.patience import PATIENCE_S
 from tests.support.tiny import MODEL, REPOSITORY, tiny_recipe
 from tools.dev.make_tiny_checkpoint import build_tokenizer
@@ -131,24 +130,6 @@ class TestTwoServers:
         assert_same(first, generator.rollout(prompts(8), 4, policy_version=4, step=3))
         with pytest.raises(RolloutError, match="rollouts of 9 were asked for: a refit is missing"):
             generator.begin(prompts(1), 1, policy_version=9, step=0)
-
-    def test_groups_come_as_they_are_complete_and_the_rest_is_cancelled(self, generator):
-        whole = generator.rollout(prompts(8), 4, policy_version=4, step=3)
-        one, two = (generator.begin(part, 4, policy_version=4, step=3) for part in (prompts(8)[:5], prompts(8)[5:]))
-        arrivals = []
-        while news := generator.completed([one, two]):
-            assert [arrival.age_s for arrival in news] == sorted((arrival.age_s for arrival in news), reverse=True)
-            arrivals += news
-        ordered = sorted(arrivals, key=lambda arrival: (arrival.ticket is two, arrival.place))
-        assert [(a.ticket is two, a.place) for a in ordered] == [(i > 4, i % 5) for i in range(8)]
-        assert_same([arrival.group for arrival in ordered], whole)
-        assert generator.cancel(one) == 0, "nothing was left"
-        begun = generator.begin(prompts(16), 8, policy_version=4, step=3)
-        assert 0 < len(generator.completed([begun])) <= 16
-        generator.cancel(begun)
-        assert generator.completed([begun]) == []
-        wait(generator, lambda: not any(m.in_flight for m in generator._servers.pool.ready))
-        assert_same(generator.rollout(prompts(8), 4, policy_version=4, step=3), whole)
 
     def test_throughput_leaves_out_what_a_finished_batch_waited(self, generator):
         start = time.perf_counter()

@@ -120,7 +120,7 @@ def _acceptance(work: Workload, engine: EngineMemory | None, refit: float) -> fl
     if config is None:
         return 0.0
     judged = work.with_batch(
-        prompts=config.prompts, filter_groups=False, max_generations=1, generation_prompts=None, oversample=None
+        prompts=config.prompts, filter_groups=False, max_generations=1, generation_prompts=None
     ).with_rollout(num_samples=config.num_samples)
     return _sampling(work, judged, engine) + _pass_seconds(judged).of(1) + refit
 

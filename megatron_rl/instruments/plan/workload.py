@@ -192,11 +192,6 @@ class Workload:
     @property
     def sampled_sequences(self) -> float:
         """Sequences sampled for a step, including those of groups that are left out."""
-        batch = self.recipe.batch
-        if batch.oversample is not None and batch.oversample.rest == "carry_over":  # each group is sampled once
-            needed = REFILL_ROUNDS if batch.filter_groups else 1.0
-            groups = min(needed * batch.prompts, batch.max_generations * batch.prompts_of_a_round)
-            return groups * self.recipe.rollout.num_samples
         return self.sampling_rounds * self.recipe.batch.prompts_of_a_round * self.recipe.rollout.num_samples
 
     @property

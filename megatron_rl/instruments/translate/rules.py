@@ -83,7 +83,7 @@ def _batch(t: Translation) -> None:
     asked = whole(t["asked"]) or math.ceil(prompts * (real(t["times"]) or 1))
     if not t["filter"]:
         if t.is_set("asked") and asked > prompts:
-            t.lose("asked", "a step waits for its longest response; see batch.oversample")
+            t.lose("asked", "a step waits for its longest response")
         return
     t.put("batch.filter_groups", True)
     if isinstance(t["filter"], str) and not t["filter"].endswith("check_reward_nonzero_std"):

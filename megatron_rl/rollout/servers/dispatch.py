@@ -31,7 +31,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -334,8 +334,6 @@ class Dispatch:
 
 CLOSE_S = 5.0  # for functions to notice that they are cancelled; one that blocks ends with the process
 
-ChangeBody = Callable[[Request, dict[str, Any]], None]
-
 
 class TalkLoop:
     """The event loop of the functions. It lasts as long as the run, so that they can keep connections open."""
@@ -367,8 +365,8 @@ class TalkLoop:
 class Conversations:
     """The conversations of one batch on one rank. Lives in the event loop of the servers.
 
-    ``dispatch``: of the batch, open for requests. ``stop_token_ids``: the recipe's. ``change_body``: called with every
-    request and what its server is sent. ``deadline_s``: how long all may wait for tools; None: without limit.
+    ``dispatch``: of the batch, open for requests. ``stop_token_ids``: the recipe's. ``deadline_s``: how long all may
+    wait for tools; None: without limit.
     """
 
     def __init__(
@@ -380,12 +378,11 @@ class Conversations:
         sampling: Sampling,
         stop_token_ids: list[int],
         vocab_size: int,
-        change_body: ChangeBody,
         deadline_s: float | None,
     ) -> None:
         self._talk, self._loop, self._dispatch, self._requests = talk, loop, dispatch, requests
         self._sampling, self._stop_token_ids, self._vocab_size = sampling, stop_token_ids, vocab_size
-        self._change_body, self._deadline_s = change_body, deadline_s
+        self._deadline_s = deadline_s
         self._turns: dict[int, asyncio.Future[Rollout]] = {}  # under way, by their number in the dispatch
         self._moved = time.monotonic()  # when a turn last began or ended
         self._home: asyncio.AbstractEventLoop  # of the servers; set by `completions`
@@ -473,7 +470,6 @@ class Conversations:
             "wants_routes": self._sampling.wants_routes,
             "first_route": first_row,
         }
-        self._change_body(request, body)
         name = f"prompt {request.prompt.id!r}, sample {request.sample}"
         asked = asyncio.run_coroutine_threadsafe(self._ask(body, name, request.row), self._home)
         answer, number = await asyncio.wrap_future(asked)

@@ -1,11 +1,13 @@
 """`Generator` on vLLM servers: one rank of each node sends requests and makes rollouts of the answers.
 
-Each such rank has an event loop in a thread of its own (`run_servers`) and keeps what it fetched (`arrivals`). Rank 0
-alone looks after the servers and pushes weights (`weight_updates`). Work is done in the order in which it was
-requested: a batch, the weights that follow it, the next batch. A batch is therefore sampled from exactly one policy,
-whatever the timing. Under the other modes of `rollout.in_flight` batches and weights go to the servers at once: several
-policies may sample a response, none older than the weights that its batch was begun with. `begin` returns at once, so
-that the learner can work while servers sample; `rollout` is `begin` and `finish`.
+Each such rank has an event loop in a thread of its own (`run_servers`) and keeps what it fetched until the learner's
+replicas take it (`learner.passes`). Prompts are dealt: one rank fetches all samples of a prompt and can send them to
+the server that has computed it. All ranks learn every response's length and how it ended. Rank 0 alone looks after the
+servers and pushes weights (`weight_updates`). Work is done in the order in which it was requested: a batch, the weights
+that follow it, the next batch. A batch is therefore sampled from exactly one policy, whatever the timing. Under the
+other modes of `rollout.in_flight` batches and weights go to the servers at once: several policies may sample a
+response, none older than the weights that its batch was begun with. `begin` returns at once, so that the learner can
+work while servers sample; `rollout` is `begin` and `finish`.
 """
 
 from __future__ import annotations
@@ -13,13 +15,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,13 +27,13 @@ from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights, model_shap
 from megatron_rl.config.learner import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.model.architecture import Architecture, read_architecture
-from megatron_rl.process.ranks import gather_objects, together, world_rank
+from megatron_rl.process.ranks import any_rank, gather_objects, together, world_rank
 from megatron_rl.rollout.conversation import Conversation, Talk
 from megatron_rl.rollout.generator import (
-    Arrival,
     LegCounts,
     Listener,
     RolloutError,
+    RolloutInterrupted,
     Sampling,
     check_lengths,
     check_token_versions,
@@ -47,16 +47,49 @@ from megatron_rl.rollout.requests import (
     make_requests,
     make_rollout,
 )
-from megatron_rl.rollout.servers.arrivals import Arrivals, Share, Ticket, next_arrivals, owners_by_prompt, wait_on_all
 from megatron_rl.rollout.servers.client import request_body
 from megatron_rl.rollout.servers.dispatch import Balance, Conversations, Dispatch, Line, TalkLoop
 from megatron_rl.rollout.servers.pool import load_metrics, prompt_tokens
 from megatron_rl.rollout.servers.rendezvous import agreed_settings
-from megatron_rl.rollout.servers.run_servers import RunServers, Started
+from megatron_rl.rollout.servers.run_servers import HEARTBEAT_S, RunServers, Started, as_fault
 from megatron_rl.rollout.servers.weight_updates import WeightUpdates
 from megatron_rl.types import Group, Prompt, Rollout
 
 PREFIX_SLACK = 8  # a queue that is longer by more than an eighth of `max_num_seqs` outweighs a prompt's cache
+
+
+@dataclass
+class Share:
+    """What one rank fetched of a batch."""
+
+    rollouts: list[Rollout] = field(default_factory=list)  # in the order of the batch's requests
+    seconds: float = 0.0  # that servers worked on them, without the wait for their turn
+    stats: dict[str, float] = field(default_factory=dict)  # of the servers, as this rank sees them
+    num_requeued: int = 0
+    counts: LegCounts = field(default_factory=LegCounts)
+
+
+@dataclass
+class Ticket:
+    """A requested batch. ``answers``: this rank's share of it, on ranks that fetch."""
+
+    prompts: list[Prompt]
+    num_samples: int
+    requests: list[Request]
+    owners: list[int]  # of each request, the rank that fetches and keeps the response
+    answers: concurrent.futures.Future[Share] | None
+
+
+def wait_on_all(own: concurrent.futures.Future[Share] | None) -> Share:
+    """This rank's share, once every rank has its own. An error of one is raised on all; a fault before a request to
+    stop. Collective."""
+    while any_rank(own is not None and not concurrent.futures.wait([own], HEARTBEAT_S).done):
+        pass
+    error = None if own is None else own.exception()
+    problems = [problem for problem in gather_objects(as_fault(error)) if problem is not None]
+    if problems:
+        raise min(problems, key=lambda problem: isinstance(problem, RolloutInterrupted)) from error
+    return Share() if own is None else own.result()
 
 
 class Sampler:
@@ -81,7 +114,6 @@ class Sampler:
         self._config, self._servers, self._architecture = config, servers, architecture
         self._stop_token_ids, self._decode, self._servers_now = stop_token_ids, decode, servers_now
         self._overlaps = config.in_flight.mode != "finish"
-        self.change_body: Callable[[Request, dict[str, Any]], None] = lambda request, body: None
         self._talk, self._vocab_size = talk, vocab_size
         self._talk_loop = TalkLoop() if talk is not None else None
         self._line = Line()
@@ -93,14 +125,12 @@ class Sampler:
         requests: list[Request],
         sampling: Sampling,
         version: int,
-        arrivals: Arrivals,
+        listener: Listener | None,
         is_awaited: bool,
     ) -> Share:
         """This rank's share of batch ``number``; of the weights of ``version`` alone, or also of later ones."""
         known = requests if self._talk is None else []  # the turns of conversations come one by one
         bodies = [request_body(request, sampling, self._stop_token_ids) for request in known]
-        for request, body in zip(known, bodies, strict=True):
-            self.change_body(request, body)
         names = [f"prompt {request.prompt.id!r}, sample {request.sample}" for request in requests]
         records, converted, counts = self._architecture is not None and sampling.wants_routes, {}, LegCounts()
         is_exact, servers, members = is_awaited or not self._overlaps, self._servers, self._servers.members
@@ -122,17 +152,14 @@ class Sampler:
                     place=0 if is_awaited else number,
                     is_open=self._talk is not None,
                 )
-                arrivals.asks(dispatch)
                 async with contextlib.aclosing(self._responses(dispatch, requests, sampling)) as responses:
                     async for index, response in responses:  # decoding goes on beside the fetching
                         num_versions = check_token_versions(names[index], response.policy_versions, version, is_exact)
                         legs = response if isinstance(response, Conversation) else dispatch.legs[index]
-                        own = legs.counts(num_versions)
-                        counts += own
+                        counts += legs.counts(num_versions)
                         converted[index] = asyncio.get_running_loop().run_in_executor(
-                            self._converter, self._to_rollout, requests[index], response, records
+                            self._converter, self._to_rollout, requests[index], response, records, listener
                         )
-                        converted[index].add_done_callback(partial(arrivals.fetched, requests[index].row, own))
             finally:
                 members.share_ended(number)
             seconds = time.perf_counter() - start
@@ -155,26 +182,33 @@ class Sampler:
             sampling,
             self._stop_token_ids,
             self._vocab_size,
-            self.change_body,
             self._config.deadline_s,
         ).completions()
 
-    def _to_rollout(self, request: Request, answer: Rollout | Conversation, records: bool) -> Rollout:
-        """The response, checked (`make_rollout`), with its text. Routes are due where ``records``."""
+    def _to_rollout(
+        self, request: Request, answer: Rollout | Conversation, records: bool, listener: Listener | None
+    ) -> Rollout:
+        """The response, checked (`make_rollout`), with its text, as ``listener`` is told. Routes are due where
+        ``records``."""
         architecture = self._architecture if records else None
+        tokens = answer.response if isinstance(answer, Conversation) else answer.tokens.tolist()
+        text = self._decode(tokens) if self._decode else ""
         if isinstance(answer, Conversation):
-            text = self._decode(answer.response) if self._decode else ""
-            return answer.to_rollout(request, answer.policy_versions, architecture, text)
-        return make_rollout(
-            request,
-            answer.tokens,
-            answer.inference_logprobs,
-            answer.finish_reason,
-            answer.policy_versions,
-            None if answer.routed_experts is None else (answer.routed_experts, answer.route_checksums),
-            architecture,
-            self._decode(answer.tokens.tolist()) if self._decode else "",
-        )
+            rollout = answer.to_rollout(request, answer.policy_versions, architecture, text)
+        else:
+            rollout = make_rollout(
+                request,
+                answer.tokens,
+                answer.inference_logprobs,
+                answer.finish_reason,
+                answer.policy_versions,
+                None if answer.routed_experts is None else (answer.routed_experts, answer.route_checksums),
+                architecture,
+                text,
+            )
+        if listener is not None:
+            listener(request.prompt, [rollout])
+        return rollout
 
     def close(self) -> None:
         """End the conversion of answers, after the event loop has ended."""
@@ -211,10 +245,8 @@ class ServerGenerator:
         self._max_prompt_length, self._sampling = max_prompt_length, Sampling.from_config(config)
         self._policy_version, self._num_begun = 0, 0
         self._listener: Listener | None = None
-        self._announces_groups = False
         self._stats: dict[str, float] = {}
         self._overlaps = config.in_flight.mode != "finish"  # batches and weights do not wait for each other
-        self._news = threading.Condition()  # a group is complete, or a batch has ended
         agreed = agreed_settings(
             config,
             model_path,
@@ -304,20 +336,21 @@ class ServerGenerator:
         check_version("the servers hold", self._policy_version, policy_version)
         check_lengths(prompts, sampling, self._max_prompt_length, self._config.max_response_length)
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
-        owners, answers, arrivals = owners_by_prompt(requests, self._servers.fetchers), None, None
+        ranks = self._servers.fetchers
+        owners, answers = [ranks[request.row % len(ranks)] for request in requests], None
         self._num_begun += 1
         if self._sampler is not None:
             own_requests = [request for request, owner in zip(requests, owners, strict=True) if owner == world_rank()]
-            arrivals = Arrivals(own_requests, self._news, self._listener, self._announces_groups)
             answers = self._main.submit(
-                self._sampler.sample(self._num_begun, own_requests, sampling, policy_version, arrivals, is_awaited)
+                self._sampler.sample(
+                    self._num_begun, own_requests, sampling, policy_version, self._listener, is_awaited
+                )
             )
-            answers.add_done_callback(self._notify)
-        return Ticket(prompts, num_samples, requests, owners, policy_version, answers, arrivals, len(prompts))
+        return Ticket(prompts, num_samples, requests, owners, answers)
 
     def finish(self, ticket: Ticket) -> list[Group]:
         """Wait for a batch that was begun. Every rank calls it, in the order of `begin`."""
-        share = wait_on_all(ticket.answers, self._updates.broadcaster.may_fill, self._updates.broadcaster.fill)
+        share = wait_on_all(ticket.answers)
         rollouts = known_everywhere(ticket.requests, ticket.owners, share.rollouts)
         shares = gather_objects((share.seconds, share.stats, share.num_requeued, share.counts))
         seconds, stats, requeued, counts = zip(*shares, strict=True)
@@ -328,43 +361,9 @@ class ServerGenerator:
             self._stats["rollout/turns_mean"] = sum(rollout.num_turns for rollout in rollouts) / len(rollouts)
         return make_groups(ticket.prompts, ticket.num_samples, rollouts)
 
-    def completed(self, tickets: list[Ticket]) -> list[Arrival]:
-        """Complete groups of ``tickets`` that this has not returned yet, in the order of their completion.
-
-        Waits until there is one; empty where all were returned. Every rank calls it.
-        """
-        waiting = [ticket for ticket in tickets if ticket.num_left]
-        fill = (self._updates.broadcaster.may_fill, self._updates.broadcaster.fill)
-        arrivals = next_arrivals(waiting, self._news, len(self._servers.fetchers), *fill) if waiting else []
-        for arrival in arrivals:
-            arrival.ticket.num_left -= 1
-        if not self._overlaps:
-            arrivals = [replace(arrival, counts=None) for arrival in arrivals]
-        self._stats.pop("perf/tokens_per_s/rollout", None)  # of a batch that was waited for as a whole
-        self._stats |= self._servers_now()
-        requeued = sum(ticket.arrivals.num_requeued for ticket in waiting if ticket.arrivals is not None)
-        self._stats["rollout/requeued"] = float(sum(gather_objects(requeued)))
-        return arrivals
-
-    def cancel(self, ticket: Ticket) -> int:
-        """End the responses of ``ticket`` that are under way: connections are closed, and servers drop the requests.
-
-        Returns the tokens of complete responses that `completed` has not returned; of unfinished ones the number is not
-        known. Every rank calls it.
-        """
-        ticket.num_left, tokens = 0, 0
-        if ticket.arrivals is not None:
-            self._main.submit(ticket.arrivals.cancel()).result()
-            tokens = ticket.arrivals.num_tokens_left
-        return sum(gather_objects(tokens))
-
-    def announce_to(self, listener: Listener, whole_groups: bool = False) -> None:
+    def announce_to(self, listener: Listener) -> None:
         """Call ``listener`` with every response that this rank has fetched, from the event loop's thread."""
-        self._listener, self._announces_groups = listener, whole_groups
-
-    def _notify(self, _: concurrent.futures.Future) -> None:
-        with self._news:
-            self._news.notify_all()
+        self._listener = listener
 
     def _servers_now(self) -> dict[str, float]:
         """Return how many servers can be used and how long the last push took; on ranks that fetch."""

@@ -343,7 +343,7 @@ class ServerPool(Members):
         async with member.updating:
             while member.version != self.weights.version:  # newer ones may come while it takes some
                 weights = self.weights
-                if weights.files is None:  # `Broadcaster` has them
+                if weights.files is None:  # `Broadcaster` sends the next ones
                     return
                 await member.client.push(weights)
                 self.took(member, weights.version)

@@ -1,8 +1,8 @@
 """The servers of a run on one rank: launched or found, and used from an event loop in a thread.
 
-Rank 0 looks after the servers (`pool`) and informs the other ranks that use them (`following`). Everything between
-start and close happens in the event loop of `MainRank`. `LocalServers` are servers that a run starts on its own machine
-(`rollout.servers.launch`).
+One rank of each node asks servers (`fetching_ranks`). Rank 0 looks after the servers (`pool`) and informs the other
+ranks that use them (`following`). Everything between start and close happens in the event loop of `MainRank`.
+`LocalServers` are servers that a run starts on its own machine (`rollout.servers.launch`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -23,9 +24,8 @@ from typing import Any, TypeVar
 
 from megatron_rl.config.rollout import TOKEN_VARIABLE, RolloutConfig
 from megatron_rl.errors import InputError
-from megatron_rl.process.ranks import broadcast_object, world_rank
+from megatron_rl.process.ranks import broadcast_object, gather_objects, world_rank
 from megatron_rl.rollout.generator import RolloutError
-from megatron_rl.rollout.servers.arrivals import HEARTBEAT_S, as_fault, fetching_ranks
 from megatron_rl.rollout.servers.client import ServerClient
 from megatron_rl.rollout.servers.following import Follower, Publisher, StoreBoard
 from megatron_rl.rollout.servers.pool import Members, PoolLimits, ServerPool, table, write_table
@@ -136,6 +136,29 @@ class LocalServers:
 
 
 T = TypeVar("T")
+# Ranks wait for the slowest in a collective that has a time limit, so this often they tell each other that they live.
+HEARTBEAT_S = 60.0
+
+
+def fetching_ranks(on_this_machine: bool, at_most: int) -> list[int]:
+    """The first rank of every node, and rank 0; the same list on every rank. Collective.
+
+    ``on_this_machine``: of rank 0's machine alone, because the servers listen on no other. ``at_most`` of them.
+    """
+    is_first = world_rank() == 0 or int(os.environ.get("LOCAL_RANK", "1")) == 0
+    places = gather_objects((is_first, socket.gethostname()))
+    here = places[0][1]
+    ranks = [rank for rank, (first, host) in enumerate(places) if first and (host == here or not on_this_machine)]
+    return ranks[:at_most]
+
+
+def as_fault(error: BaseException | None) -> Exception | None:
+    """Return ``error`` as all ranks raise it: a fault or a wrong input as it is, anything else as a `RolloutError`."""
+    if error is None or isinstance(error, RolloutError | InputError):
+        return error
+    fault = RolloutError(f"rollout servers: {type(error).__name__}: {' '.join(str(error).split())}")
+    fault.__cause__ = error
+    return fault
 
 
 class MainRank:

@@ -4,9 +4,8 @@
 update while the same servers are there, and made anew when one goes, comes or fails. While rank 0 sends, each server's
 update request is under way; its answer says how much arrived. The first request that fails ends the broadcast for all.
 The servers that are left stay closed until they get the whole set again, in a new group. Where a new group fails and no
-server was lost by it, the network is taken to allow none, and weights go through files. A server is in one group at a
-time: one that gets weights in a group of its own has left the kept one. Servers that come later wait for the weights
-until the learner waits for responses, or sends newer ones: all its ranks have to take part in collecting a tensor.
+server was lost by it, the network is taken to allow none, and weights go through files. Servers that come later wait
+for the next update.
 
 `WeightFolder` writes safetensors files in a folder that both sides see. Tensors have the dtype that the learner
 exports. Servers convert them as the in-process engine does, so that nothing is rounded twice. A file holds as many
@@ -53,7 +52,7 @@ DONE, AGAIN = "done", "again"
 
 
 class Broadcaster:
-    """The same object on every rank; `push` and `fill` are collective. ``pool``: rank 0's, from `use` on.
+    """The same object on every rank; `push` is collective. ``pool``: rank 0's, from `use` on.
 
     ``checked``: wraps a stream in `weights.checked`. ``refused``: why weights go through files; "" where they do
     not.
@@ -65,8 +64,6 @@ class Broadcaster:
         self._sender: Sender | None = None
         self._group: WeightGroup | None = None
         self._joined: list[int] = []  # numbers of the members that the group has
-        self._tried: set[int] = set()  # that `fill` gave up on, until the next update
-        self._source: Stream = ()
 
     def use(self, pool: ServerPool) -> None:
         """On rank 0."""
@@ -78,35 +75,18 @@ class Broadcaster:
         """Every server gets ``weights``; those that fail are lost, and with none left it waits for one to come back.
 
         Returns whether all servers that are left hold them; if not, `refused` says why, and the caller has to write
-        files. ``weights`` are iterated over once for each attempt; of an iterator there is one. Raises `RolloutError`
-        on all ranks where no server got them then, or none comes in time.
+        files. ``weights`` are iterated over once for each attempt. Raises `RolloutError` on all ranks where no server
+        comes in time.
         """
-        once = iter(weights) is weights
-        self._source = () if once else weights
         self._wait(self._announce, version)
         while True:
             tried = self._wait(self._someone)
-            outcome = self._attempt(weights, version, tried, fresh=False) if tried else DONE
-            if outcome not in (DONE, AGAIN):
-                self.refused = outcome
-            if outcome == DONE or (once and self._main.share(lambda: bool(self._pool.ready))):
+            outcome = self._attempt(weights, version, tried) if tried else DONE
+            if outcome == DONE:
                 return True
-            if once:
-                raise RolloutError(f"no server got the weights, and they cannot be sent again ({outcome})")
-            if self.refused:
+            if outcome != AGAIN:
+                self.refused = outcome
                 return False
-
-    def fill(self) -> None:
-        """Servers that lack the newest weights get them, in a group of their own. What fails now waits for `push`."""
-        version, tried = self._main.share(lambda: (self._pool.weights.version, self._missing()))
-        if tried:
-            self._attempt(self._source, version, tried, fresh=True)
-            self._tried |= set(tried)
-
-    def may_fill(self) -> bool:
-        """Whether this is rank 0 and `fill` has something to do. ``weights`` of `push` say with ``is_current`` whether
-        they are still those of the learner."""
-        return self._main.is_this and bool(self._missing()) and bool(getattr(self._source, "is_current", self._source))
 
     def _wait(self, work: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
         return self._main.wait(self._main.submit(work(*arguments)) if self._main.is_this else None)
@@ -119,23 +99,21 @@ class Broadcaster:
 
     # ---------------------------------------------------------------- one attempt
 
-    def _attempt(self, weights: Stream, version: int, numbers: list[int], fresh: bool) -> str:
-        """Send ``weights`` to the members of ``numbers``. `DONE`, `AGAIN`, or why no group can be formed. Collective.
-
-        ``fresh``: in a group of their own.
-        """
+    def _attempt(self, weights: Stream, version: int, numbers: list[int]) -> str:
+        """Send ``weights`` to the members of ``numbers``. `DONE`, `AGAIN`, or why no group can be formed.
+        Collective."""
         stream = self._checked(weights)
-        ended = self._send(stream, version, numbers, fresh) if self._main.is_this else None
+        ended = self._send(stream, version, numbers) if self._main.is_this else None
         for _ in stream:  # every rank takes part in collecting a tensor, even if rank 0 has no use for it
             pass
         return self._main.wait(ended)
 
     def _send(
-        self, stream: Iterator[tuple[str, torch.Tensor]], version: int, numbers: list[int], fresh: bool
+        self, stream: Iterator[tuple[str, torch.Tensor]], version: int, numbers: list[int]
     ) -> concurrent.futures.Future[str]:
         members = [member for member in list(self._pool.members.values()) if member.number in numbers]
         try:
-            group, sender = self._group_of(members, fresh)
+            group, sender = self._group_of(members)
         except GroupError as error:
             return self._main.submit(_said(str(error)))
         delivery = self._main.submit(self._deliver(group, members, version))
@@ -151,9 +129,9 @@ class Broadcaster:
             raise
         return self._main.submit(self._settle(group, members, delivery, version, was_kept))
 
-    def _group_of(self, members: list[Member], fresh: bool) -> tuple[WeightGroup, Sender]:
+    def _group_of(self, members: list[Member]) -> tuple[WeightGroup, Sender]:
         numbers = [member.number for member in members]
-        if not fresh and self._group is not None and not self._group.give_up and self._joined == numbers:
+        if self._group is not None and not self._group.give_up and self._joined == numbers:
             self._group.sent = None
             return self._group, self._sender
         on_devices = torch.accelerator.is_available() and all(member.backend == "nccl" for member in members)
@@ -164,20 +142,15 @@ class Broadcaster:
             "nccl" if on_devices else "gloo",
             self._stall_s,
         )
-        sender = Sender(group)
-        if fresh and set(numbers) & set(self._joined):
-            self.close()
-        if not fresh:
-            self.close()
-            self._group, self._sender, self._joined = group, sender, numbers
-        return group, sender
+        self.close()
+        self._group, self._sender, self._joined = group, Sender(group), numbers
+        return group, self._sender
 
     # ---------------------------------------------------------------- in rank 0's event loop
 
     async def _announce(self, version: int) -> None:
         pool = self._pool
         pool.weights = Weights(version, files=None)
-        self._tried.clear()
         for member in pool.members.values():
             member.version = None
         pool.note()
@@ -188,11 +161,6 @@ class Broadcaster:
         version = pool.weights.version
         await pool.wait_for(lambda: bool(pool.ready or pool.lacking), f"a server to take policy version {version}")
         return [member.number for member in pool.lacking]
-
-    def _missing(self) -> list[int]:
-        if self._pool.weights.files is not None:
-            return []
-        return [m.number for m in self._pool.lacking if m.number not in self._tried and not m.updating.locked()]
 
     async def _deliver(self, group: WeightGroup, members: list[Member], version: int) -> dict[int, Any]:
         """What every member answers to its update request, or the error, by number."""
@@ -236,9 +204,8 @@ class Broadcaster:
             else:
                 pool.took(member, version)
         pool.note()
-        if group is not self._group or group.give_up:
-            group.close()
-            self._group = None if group is self._group else self._group
+        if group.give_up:
+            self.close()
         lacking = [member for member in members if not member.lost and member.version != version]
         if not lacking and pool.ready:
             return DONE

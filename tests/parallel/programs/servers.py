@@ -59,21 +59,8 @@ def fetch(run_dir: str, local_ranks: list[int], config: dict[str, Any]) -> dict[
         generator.refit(HFFolder(MODEL).items(), 2)
         later = generator.begin(prompts(4), 2, policy_version=2, step=2)
         result["begun"], result["later"] = (seen(generator.finish(ticket)) for ticket in (begun, later))
-        tickets = [generator.begin(prompts(n, slow=(1, 2)), 2, policy_version=2, step=6 + n) for n in (5, 3)]
-        arrivals, calls = [], []
-        while news := generator.completed(tickets):
-            arrivals += news
-            calls.append([(tickets.index(arrival.ticket), arrival.place) for arrival in news])
-        result["calls"] = calls
-        arrivals.sort(key=lambda arrival: (tickets.index(arrival.ticket), arrival.place))
-        result["arrived"] = seen([arrival.group for arrival in arrivals])
-        # Of these the first is cancelled while it is asked for, the second before its turn has come.
-        tickets = [generator.begin(prompts(4, slow=range(n, 4)), 2, policy_version=2, step=12 + n) for n in (2, 3)]
-        done = sum(arrival.group.rollouts[0].length > 0 for arrival in generator.completed(tickets[:1]))
-        result["cancelled"] = [generator.cancel(ticket) for ticket in tickets]
-        result["returned"], result["after cancel"] = done, generator.completed(tickets)
-        generator.refit(HFFolder(MODEL).items(), 3)  # waits for nobody who was cancelled
-        result["after cancelling"] = seen(generator.rollout(prompts(4), 2, policy_version=3, step=11))
+        generator.refit(HFFolder(MODEL).items(), 3)
+        result["after the update"] = seen(generator.rollout(prompts(4), 2, policy_version=3, step=11))
         result["requeued before"] = generator.stats()["rollout/requeued"]
         begun = generator.begin(prompts(8, slow=range(8)), 2, policy_version=3, step=3)
         if world_rank() == 0:
@@ -86,8 +73,7 @@ def fetch(run_dir: str, local_ranks: list[int], config: dict[str, Any]) -> dict[
             generator._servers.pool._limits.wait_s = 2.0  # of what is waited for in vain
             os.kill(discover(generator._config.servers, Path(run_dir))[1].pid, signal.SIGKILL)
         try:
-            while generator.completed([begun]):
-                continue
+            generator.finish(begun)
         except RolloutError as error:
             result["error"] = str(error)
     finally:

@@ -1,8 +1,13 @@
-"""Small sections of a recipe: numbers are taken as they are written."""
+"""Small sections of a recipe."""
 
-from megatron_rl.config.sections import OversampleConfig
+import pytest
+
+from megatron_rl.config.sections import ValidationConfig
 
 
-def test_a_factor_is_taken_as_it_is_written():
-    assert OversampleConfig(factor=1.1, rest="abort").num_asked(10) == 11
-    assert OversampleConfig(factor=1.25, rest="abort").num_asked(10) == 13
+@pytest.mark.parametrize(
+    ("fields", "due"),
+    [({}, []), ({"every": 3}, [0, 3, 6]), ({"every": 3, "at_start": False}, [3, 6]), ({"at_start": True}, [0])],
+)
+def test_the_steps_before_which_a_run_validates(fields, due):
+    assert [step for step in range(8) if ValidationConfig(**fields).is_due(step)] == due

@@ -55,11 +55,3 @@ def test_a_learner_is_filled_while_the_engine_sleeps():
     assert load_beside(both, both, lambda: both.notes.append("load") or 7) == 7
     assert both.notes[:3] == ["sleep", "come back", "load"]
     assert both.notes[3:] == ["all but weights aside", "wake", "refit 3", "all aside"]
-
-
-def test_weights_are_current_until_the_next_update():
-    learner = Told()
-    weights = LearnerWeights(learner)
-    assert weights.is_current
-    learner.num_updates += 1
-    assert not weights.is_current

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,11 +11,10 @@ import pytest
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout import RolloutError, Sampling
 from megatron_rl.rollout.requests import make_requests
-from megatron_rl.rollout.servers.arrivals import Arrivals
 from megatron_rl.rollout.servers.client import Weights
 from megatron_rl.rollout.servers.generator import Sampler
 from megatron_rl.rollout.servers.weight_updates import WeightUpdates
-from megatron_rl.types import Prompt
+from megatron_rl.types import Prompt, Rollout
 from tests.unit.rollout.servers import test_dispatch_in_flight as in_flight
 
 LENGTH = in_flight.LENGTH
@@ -32,8 +30,6 @@ class MadeUpServer(in_flight.MadeUpServer):
 class Rank:
     """Batches of one rank under ``mode``, on one server with room for two responses. ``ended``: those that are done."""
 
-    whole_groups = False
-
     def __init__(self, mode: str, pool) -> None:
         fields = {"engine": "vllm_server", "max_num_seqs": 2, "max_staleness": 1, "in_flight": {"mode": mode}}
         servers = SimpleNamespace(members=pool, turn=asyncio.Lock(), fetchers=[0])
@@ -44,14 +40,11 @@ class Rank:
     def begin(self, name: str, num_responses: int, version: int = 0, is_awaited: bool = False) -> asyncio.Task:
         self._number += 1
         requests = make_requests([Prompt(name, in_flight.PROMPT, "")], num_responses, seed=0, step=self._number)
-        arrivals = Arrivals(
-            requests,
-            threading.Condition(),
-            lambda prompt, rollouts: self.announced.append((prompt.id, len(rollouts))),
-            self.whole_groups,
-        )
-        sampling = Sampling(LENGTH)
-        work = self._sampler.sample(self._number, requests, sampling, version, arrivals, is_awaited)
+
+        def listen(prompt: Prompt, rollouts: list[Rollout]) -> None:
+            self.announced.append((prompt.id, len(rollouts)))
+
+        work = self._sampler.sample(self._number, requests, Sampling(LENGTH), version, listen, is_awaited)
         task = asyncio.create_task(work)
         task.add_done_callback(lambda _: self.ended.append(name))
         return task
@@ -95,26 +88,15 @@ def test_a_batch_that_is_waited_for_may_have_no_other_weights_and_one_that_runs_
     assert (ahead.counts.versions, ahead.counts.legs) == (2, 1 if mode == "keep" else 2)
 
 
-def test_a_body_can_be_changed_before_it_is_sent(monkeypatch):
-    async def scene(rank, pool, server, clock):
-        rank._sampler.change_body = lambda request, body: body["sampling_params"].update(max_tokens=2 + request.sample)
-        return await clock.until(rank.begin("batch", 3))
-
-    assert [rollout.length for rollout in play("keep", scene, monkeypatch).rollouts] == [2, 3, 4]
-
-
-@pytest.mark.parametrize("whole_groups", [False, True])
-def test_responses_are_announced_as_they_come_or_as_whole_groups(whole_groups, monkeypatch):
-    """Each once: alone, so that a judge need not wait for the longest of a group, or where groups may be given up."""
+def test_responses_are_announced_as_they_come(monkeypatch):
+    """Each once and alone, so that a judge need not wait for the longest of a group."""
 
     async def scene(rank, pool, server, clock):
-        rank.whole_groups = whole_groups
         await clock.until(rank.begin("first", 3))
         await clock.until(rank.begin("second", 2))
         return rank.announced
 
-    groups, alone = [("first", 3), ("second", 2)], [("first", 1)] * 3 + [("second", 1)] * 2
-    assert play("keep", scene, monkeypatch) == (groups if whole_groups else alone)
+    assert play("keep", scene, monkeypatch) == [("first", 1)] * 3 + [("second", 1)] * 2
 
 
 def test_batches_and_weights_have_their_turns_under_finish(monkeypatch):

@@ -146,7 +146,7 @@ class Source:
     """``TENSORS``, as often as they are asked for. ``happens``: in the middle of the first time."""
 
     def __init__(self, happens: Callable[[], None] = lambda: None) -> None:
-        self.passes, self._happens, self.is_current = 0, happens, True
+        self.passes, self._happens = 0, happens
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.passes += 1
@@ -240,32 +240,6 @@ def test_a_kept_group_that_breaks_without_a_loss_is_made_anew(world):
     assert all(holds_all(world.servers[name]) for name in "ab")
 
 
-def test_a_group_that_a_server_left_for_one_of_its_own_is_not_used_again(world):
-    source = Source()
-    assert world.broadcaster.push(source, 1)
-    member = world.pool.members["a"]
-    world.pool.mark_stale(member, member.version)
-    assert world.broadcaster.may_fill()
-    world.broadcaster.fill()
-    assert world.ready == ["a", "b"]
-    passes = source.passes
-    assert world.broadcaster.push(source, 2)
-    assert source.passes == passes + 1, "the new group is made before anything is sent"
-    assert world.ready == ["a", "b"]
-
-
-def test_a_stream_that_cannot_be_repeated_is_one_error_or_goes_without_those_that_failed(world):
-    assert world.broadcaster.push(iter(TENSORS.items()), 1)
-    for name in "ab":
-        world.servers[name].fault = "refuses"
-    world.there = []
-    with pytest.raises(RolloutError, match="no server got the weights, and they cannot be sent again"):
-        world.broadcaster.push(iter(TENSORS.items()), 2)
-    world.there = ["c"]
-    assert world.broadcaster.push(iter(TENSORS.items()), 2)
-    assert world.ready == ["c"]
-
-
 def test_an_error_of_the_learner_is_its_own_and_the_next_update_is_whole(world):
     def fails() -> None:
         raise ValueError("NaN")
@@ -283,37 +257,16 @@ def test_a_tensor_that_is_missing_fails_the_update(world):
     assert not world.pool.ready
 
 
-def test_a_server_that_comes_late_gets_the_weights_that_the_others_hold(world):
+def test_a_server_that_comes_late_gets_the_next_weights(world):
     source = Source()
     assert world.broadcaster.push(source, 1)
-    assert not world.broadcaster.may_fill()
     world.there.append("c")
     world.until(lambda: len(world.pool.lacking) == 1)
     assert world.said[-1] == "server c (http://127.0.0.1:80) joined and waits for policy version 1"
-    source.is_current = False
-    assert not world.broadcaster.may_fill()  # the learner's weights are no longer those
-    source.is_current = True
-    assert world.broadcaster.may_fill()
-    world.broadcaster.fill()
+    assert world.ready == ["a", "b"]
+    assert world.broadcaster.push(source, 2)
     assert world.ready == ["a", "b", "c"]
     assert holds_all(world.servers["c"])
-    assert world.broadcaster.push(source, 2)
-    assert world.ready == ["a", "b", "c"]
-
-
-def test_a_late_server_that_fails_is_not_tried_again_before_the_next_update(world, monkeypatch):
-    source = Source()
-    world.broadcaster.push(source, 1)
-    world.there.append("c")
-    world.until(lambda: len(world.pool.lacking) == 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(WeightGroup, "form", lambda group: (_ for _ in ()).throw(GroupError("no route to host")))
-        world.broadcaster.fill()
-    assert world.pool.lacking
-    assert not world.broadcaster.may_fill()
-    assert not world.broadcaster.refused
-    assert world.broadcaster.push(source, 2)
-    assert world.ready == ["a", "b", "c"]
 
 
 def test_servers_of_several_workers_have_a_rank_for_each(world):
