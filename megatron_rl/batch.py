@@ -27,7 +27,7 @@ def build_unscored_batch(step: int, groups: list[Group], config: BatchConfig) ->
     """Return the rollouts of ``groups`` as a batch. Rewards and advantages are not known yet: see `give_scores`."""
     for number, group in enumerate(groups):
         for rollout in group.rollouts:
-            rollout.group, rollout.prompt_weight = number, group.prompt.weight
+            rollout.group = number
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     parts = np.array_split(np.arange(len(rollouts)), min(config.minibatches, len(rollouts) or 1))
     return Batch(step=step, sequences=rollouts, minibatches=[part.tolist() for part in parts if len(part)])
@@ -48,7 +48,7 @@ def give_scores(groups: list[Group], objective: ObjectiveConfig) -> None:
         advantages = {id(rollout): float(value) for (_, rollout), value in zip(counted, values, strict=True)}
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         rollout.masked = rollout.masked or id(rollout) not in advantages
-        rollout.advantage = advantages.get(id(rollout), 0.0) * rollout.prompt_weight
+        rollout.advantage = advantages.get(id(rollout), 0.0)
 
 
 def _counted(group: Group) -> list[Rollout]:

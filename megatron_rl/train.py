@@ -16,7 +16,7 @@ from megatron_rl.config import Recipe
 from megatron_rl.errors import RunEnded
 from megatron_rl.monitor import AlarmEvent, wanted
 from megatron_rl.monitor.samples import summarise
-from megatron_rl.process.host import FreedMemory
+from megatron_rl.process.host import TRIM_EVERY, give_back_memory
 from megatron_rl.rewards.rewarder import Scores, merged_scores
 from megatron_rl.rollout import Sampling
 from megatron_rl.run.acceptance import Snapshot, judge
@@ -46,7 +46,7 @@ def train(
 
 def _steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
     """Do all remaining steps, until the end or a request to stop."""
-    recipe, learner, monitor, freed = run.recipe, run.learner, run.monitor, FreedMemory()
+    recipe, learner, monitor = run.recipe, run.learner, run.monitor
     is_late = run.scores_late
     while (step := learner.step) < recipe.num_steps:
         before_step(run, step)
@@ -72,7 +72,8 @@ def _steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
         due = run.saving.owed or _due(step + 1, recipe.checkpoint.every)
         if due and not saved and step + 1 < recipe.num_steps:
             run.try_save(in_background=recipe.checkpoint.async_save)
-        freed.give_back()
+        if _due(step + 1, TRIM_EVERY):
+            give_back_memory()
         if step + 1 < recipe.num_steps and run.stop.anywhere():
             run.save()
             run.stop.met()

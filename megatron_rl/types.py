@@ -30,7 +30,6 @@ class Prompt:
     text: str = ""  # the tokenized text, for logs and batches on disk
     data_source: str = ""  # selects the reward if the recipe has `reward.name: by_source`
     extra: dict[str, Any] = field(default_factory=dict)
-    weight: float = 1.0  # factor of its responses' advantages
     occurrence: int = 0  # number of earlier requests for this prompt in the same step
 
 
@@ -70,7 +69,6 @@ class Rollout:
     repetition: float | None = None  # share of repeated n-grams, if the owner has sent it
     advantage: float = 0.0
     group: int | None = None  # number of its prompt in the batch; None: of a batch whose advantages are final
-    prompt_weight: float = 1.0  # of its prompt, with which the advantage is multiplied
 
     old_logprobs: np.ndarray | None = None  # [R] float32, log po; None unless computed
     old_experts: np.ndarray | None = None  # [S, L, K] int16, experts of the pass for log po, for `router_shift`

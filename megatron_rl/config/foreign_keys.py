@@ -229,7 +229,6 @@ learner.lora.alpha @alpha            | model.lora_alpha model.lora.alpha | | mco
 checkpoint.every count               | trainer.save_freq=-1 | --save-interval | checkpointing.save_period=10
 checkpoint.every @saves              | | | checkpointing.enabled=true
 checkpoint.keep_last int             | trainer.max_actor_ckpt_to_keep | |
-checkpoint.keep_best @best           | | | checkpointing.keep_top_k
 checkpoint.async_save true           | actor.checkpoint.async_save | --async-save |
 validation.every count               | trainer.test_freq=-1 | --eval-interval | grpo.val_period=10
 validation.at_start @at_start        | trainer.val_before_train=true | | grpo.val_at_start
@@ -298,6 +297,7 @@ a batch is learned from once | actor.ppo_epochs=1 | |
 nothing in verl either: clip_ratio_low and clip_ratio_high are set by default | actor.clip_ratio | |
 data.train.0.limit takes the first rows of a file; verl draws them at random | data.*_max_samples=-1 | |
 a step waits for its longest response | rollout.over_sample_rate | |
+the newest checkpoints stay, not the best; checkpoint.keep_last 0 keeps all | | | checkpointing.keep_top_k
 it generates ahead of the learner; here rollout.engine vllm_server and max_staleness do | verl.*async* | |
 rewards are those of reward.name | reward_model.reward_manager=naive reward.reward_manager.name=naive | --group-rm |
     env.*

@@ -64,9 +64,6 @@ def section_problems(recipe: RecipeSections) -> list[str]:
     for key in ("every", "at_start"):
         if getattr(recipe.validation, key) and not recipe.data.validation:
             problems.append(f"validation.{key}: set, but data.validation names no file")
-    best = recipe.checkpoint.keep_best
-    if best is not None and best.metric.startswith("val/") and not recipe.validation.every:
-        problems.append(f"checkpoint.keep_best: {best.metric} is never measured with validation.every 0; set it")
     if recipe.learner.lora is not None and recipe.precision.export_from == "master":
         problems.append("precision.export_from: master needs master weights, which learner.lora has not; use learner")
     if recipe.learner.quantization is not None:
@@ -406,6 +403,8 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "validation.repeated_rows": ("merge", "equal rows are one problem; raise validation.num_samples"),
     "data.cache": ("auto", "every start tokenizes its files"),
     "batch.oversample": (None, "rollout.in_flight.mode: keep or abort_and_resume trains on while long responses go on"),
+    "checkpoint.keep_best": (None, "keep_last: 0 keeps every checkpoint, to choose from"),
+    "recorder.keep": (4, "recorder.evidence.batches says how many of the newest batches stay"),
     "rollout.servers.token_file": (None, "write: export MRL_SERVER_TOKEN=$(cat FILE)"),
     "rollout.servers.retries": (3, "a request is sent again up to three times"),
     "rollout.servers.concurrency": (None, "a server computes rollout.max_num_seqs responses at a time"),

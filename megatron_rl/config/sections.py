@@ -51,13 +51,10 @@ class EvidenceConfig(Section):
 
 
 class RecorderConfig(Section):
-    record_batches: Literal["off", "on_alarm", "last_n", "all"] = "on_alarm"
+    record_batches: Literal["off", "on_alarm", "all"] = "on_alarm"
     """Batches written to batches/ with tokens, log-probs, routes, rewards and versions, for `megatron-rl batch replay`.
-    off: none. on_alarm: those of `evidence`, and of steps in which an alarm with record_batch goes off. last_n: also
-    those of the newest `keep` steps, whatever their size. all: every step's."""
-    keep: PositiveInt = 4
-    """Batches that last_n keeps. From a checkpoint on, the weights of a step can be had again by repeating the
-    updates in between: for that, at least as many as checkpoint.every."""
+    off: none. on_alarm: those of `evidence`, and of steps in which an alarm with record_batch goes off. all: every
+    step's. From a checkpoint on, the weights of a step can be had again by repeating the updates in between."""
     evidence: EvidenceConfig | None = EvidenceConfig()
     """What explains an alarm: the batches of the newest steps. When the first alarm goes off they stay, and so does,
     beside checkpoint.keep_last, the newest checkpoint from before the alarm's onset. null: nothing of this. With
@@ -67,7 +64,7 @@ class RecorderConfig(Section):
     def is_every_step(self) -> bool:
         """Whether each step's batch is written, whatever becomes of it later."""
         by_evidence = self.evidence is not None and self.record_batches == "on_alarm"
-        return by_evidence or self.record_batches in ("last_n", "all")
+        return by_evidence or self.record_batches == "all"
 
 
 FilterMetric = Literal["reward", "raw_reward"]
@@ -99,22 +96,11 @@ class BatchConfig(Section):
         return self.generation_prompts or self.prompts
 
 
-class KeepBestConfig(Section):
-    metric: str = "val/reward/mean"
-    """A metric by its name in metrics.jsonl. The line of step s describes the weights of checkpoint s."""
-    n: PositiveInt = 1
-    """So many checkpoints with the best values stay, whatever their age."""
-    mode: Literal["max", "min"] = "max"
-    """Whether the largest or the smallest value is the best. NaN is never."""
-
-
 class CheckpointConfig(Section):
     every: OffCount = 0
     """Steps between checkpoints; 0 or null: only at the end of the run."""
     keep_last: OffCount = 2
     """Checkpoints kept; older ones are deleted after a newer one is complete. 0 or null keeps all."""
-    keep_best: KeepBestConfig | None = None
-    """Also keep the checkpoints with the best values of a metric. null: age alone decides."""
     async_save: bool = False
     """Write the periodic checkpoints while training goes on, from a copy of the state in host memory."""
     export_hf: bool = False

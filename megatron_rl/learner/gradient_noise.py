@@ -308,7 +308,7 @@ def set_advantages(scorer: Scorer, batch: Batch, homes: list[int], name: str) ->
         weights=score_weights(scorer, batch, homes),
     )
     for sequence, advantage in zip(batch.sequences, advantages.tolist(), strict=True):
-        sequence.advantage = advantage * sequence.prompt_weight if sequence.num_trained else 0.0
+        sequence.advantage = advantage if sequence.num_trained else 0.0
 
 
 def score_weights(scorer: Scorer, batch: Batch, homes: list[int]) -> torch.Tensor:

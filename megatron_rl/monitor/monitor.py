@@ -303,7 +303,6 @@ class Monitor:
         self._noise = NoiseMonitor()
         self._growth = LogGrowth(config.growth_window)
         self._hacking = StepCorrelation()
-        self.latest: dict[str, float] = {}  # all metrics of the latest record, on the main rank
         self._broken: set[str] = set()  # sinks whose failure was already reported
         self._sinks: dict[str, Any] = {}
         if is_main_rank:
@@ -358,7 +357,6 @@ class Monitor:
             everything |= self._hacking_trend(step, everything)
             events = self.alarms.observe(step, everything)
             everything |= self.alarms.metrics(events)
-            self.latest = everything
             for name, sink in self._sinks.items():
                 self._guard(name, sink.write, step, everything)
             for event in events:

@@ -17,8 +17,7 @@ part are flat. With ``B`` sequences in it, ``S`` tokens of all of them together 
 
 JSON: ``format_version``, ``step``, ``policy_version`` (optimizer steps before this batch), ``kept`` (it is not deleted
 for its age), ``minibatches``, ``metrics`` of the step, ``parts`` with the SHA-256 of each file, which `load_batch`
-compares, and per sequence ``id``, ``prompt_length``, ``advantage``, ``reward``. Batches of format version 2 have one
-part and do not name it.
+compares, and per sequence ``id``, ``prompt_length``, ``advantage``, ``reward``.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from megatron_rl.process.ranks import gather_objects, world_rank
 from megatron_rl.process.run_files import UNFIT, read_json
 from megatron_rl.types import MAX_LOGPROB, Batch, Rollout
 
-FORMAT_VERSION, READABLE = 3, (2, 3)
+FORMAT_VERSION = 3
 T = TypeVar("T")
 _STEP_FILE = re.compile(r"step_(\d{8,})\.json")
 _LIKE = {"kept": True, "parts": [{"sequences": [0]}], "minibatches": [[0]], "sequences": [{"id": ""}], "metrics": {}}
@@ -192,7 +191,7 @@ def batch_bytes(folder: Path, step: int) -> int:
 
 def parts_of(path: Path, described: dict[str, Any]) -> list[Path]:
     """The files of a batch's arrays."""
-    return [path.with_name(part["file"]) for part in described.get("parts", [{"file": f"{path.stem}.safetensors"}])]
+    return [path.with_name(part["file"]) for part in described.get("parts", [])]
 
 
 def _arrays(sequences: list[Rollout]) -> dict[str, np.ndarray]:
@@ -234,24 +233,24 @@ def load_batch(path: Path, with_routes: bool = True) -> RecordedBatch:
 
 
 def _load(path: Path, described: dict[str, Any], with_routes: bool) -> RecordedBatch:
-    if described.get("format_version") not in READABLE:
+    if described.get("format_version") != FORMAT_VERSION:
         raise InputError(
             f"recorded batch {path}: format_version {shown(described.get('format_version'), 60)}, this version reads "
-            f"{' and '.join(map(str, READABLE))}"
+            f"{FORMAT_VERSION}"
         )
     abouts = described["sequences"]
     sequences: list[Any] = [None] * len(abouts)
-    numbers = [part["sequences"] for part in described.get("parts", [{"sequences": range(len(abouts))}])]
+    parts = described["parts"]
+    numbers = [part["sequences"] for part in parts]
     if sorted(i for its in numbers for i in its) != list(range(len(abouts))):
         raise ValueError(f"its parts do not hold each of {len(abouts)} sequences once")
     minibatches = described["minibatches"]
     if sorted(i for indices in minibatches for i in indices) != list(range(len(abouts))):
         raise ValueError(f"its mini-batches do not hold each of {len(abouts)} sequences once")
-    stored = described.get("parts", [{}])
-    for file, its, part in zip(parts_of(path, described), numbers, stored, strict=True):
+    for file, its, part in zip(parts_of(path, described), numbers, parts, strict=True):
         if not file.is_file():
             raise InputError(f"recorded batch {path}: its part {file.name} is missing; was the folder copied whole?")
-        if with_routes and part.get("sha256", digest := _digest(file)) != digest:
+        if with_routes and part.get("sha256") not in (None, _digest(file)):
             raise ValueError(f"{file.name} is not the file that was recorded: its SHA-256 is another")
         with safe_open(file, "numpy") as stored_arrays:
             names = [name for name in stored_arrays.keys() if with_routes or not name.startswith("route")]  # noqa: SIM118

@@ -51,16 +51,16 @@ class Saving:
         self._config, self._folder, self._learner, self._say = config, folder, learner, say
         self._pending: PendingSave | None = None
 
-    def write(self, state: dict[str, Any], protected: list[int]) -> Path:
-        """Write a checkpoint of the learner's step and wait for it. ``state``: of the loop. ``protected``: steps whose
-        checkpoints stay. Raises `SaveError` on every rank."""
+    def write(self, state: dict[str, Any]) -> Path:
+        """Write a checkpoint of the learner's step and wait for it. ``state``: of the loop. Raises `SaveError` on every
+        rank."""
         self.settle(wait=True)
-        return self._published(self._begin(state, protected, in_background=False))
+        return self._published(self._begin(state, in_background=False))
 
-    def begin(self, state: dict[str, Any], protected: list[int]) -> None:
+    def begin(self, state: dict[str, Any]) -> None:
         """As `write`, but returns once the state is copied; `settle` publishes it. Waits for the save before it."""
         self.settle(wait=True)
-        self._pending = self._begin(state, protected, in_background=True)
+        self._pending = self._begin(state, in_background=True)
 
     def pin(self, before: int) -> int | None:
         """See that a checkpoint stays: the newest of a step before ``before``, else the oldest. For rank 0.
@@ -99,9 +99,8 @@ class Saving:
         if self._pending is not None:
             self._pending.wait(EXIT_WAIT_S)
 
-    def _begin(self, state: dict[str, Any], protected: list[int], in_background: bool) -> PendingSave:
-        if self.pinned is not None:
-            protected = [*protected, self.pinned]
+    def _begin(self, state: dict[str, Any], in_background: bool) -> PendingSave:
+        protected = [] if self.pinned is None else [self.pinned]
         return self._learner.begin_save(self._folder, state, self._config.keep_last, protected, in_background)
 
     def _published(self, save: PendingSave) -> Path:
@@ -216,7 +215,6 @@ class Evidence:
     def __init__(self, config: RecorderConfig, batches: Path, saving: Saving, say: Callable[..., None]):
         self.alarm: int | None = None  # step of the alarm whose evidence is kept
         self._config, self._batches, self._saving, self._say = config, batches, saving, say
-        self._sizes: dict[int, int] = {}  # step → bytes of its batch
         self._kept: set[int] = set()  # steps whose batches were found to be kept
 
     def after_step(self, step: int, events: Sequence[AlarmEvent]) -> None:
@@ -252,13 +250,11 @@ class Evidence:
             return []
         if config.record_batches == "all":
             return steps
-        certain = config.keep if config.record_batches == "last_n" else 1
-        most = max(certain, evidence.batches if evidence is not None else 0)
         newest: list[int] = []
         total = 0
-        for recorded in reversed(steps[-most:]):
-            total += self._size(recorded, is_new=recorded == step)
-            if len(newest) >= certain and total > evidence.max_gib * GIB:
+        for recorded in reversed(steps[-evidence.batches :]):
+            total += batch_bytes(self._batches, recorded)
+            if newest and total > evidence.max_gib * GIB:
                 break
             newest.insert(0, recorded)
         for recorded in sorted({*steps} - {*newest} - self._kept):
@@ -267,16 +263,9 @@ class Evidence:
             except InputError as error:  # it is said once, and stays
                 self._say(f"{error}; it stays")
                 is_gone = False
-            if is_gone:
-                self._sizes.pop(recorded, None)
-            else:
+            if not is_gone:
                 self._kept.add(recorded)
         return newest
-
-    def _size(self, step: int, is_new: bool) -> int:
-        if is_new or step not in self._sizes:
-            self._sizes[step] = batch_bytes(self._batches, step)
-        return self._sizes[step]
 
     def _keep(self, step: int, alarms: Sequence[AlarmEvent], batches: Sequence[int]) -> None:
         """Keep ``batches`` and a checkpoint for ``alarms`` of ``step``, unless an earlier alarm has both."""

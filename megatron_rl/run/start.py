@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,12 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.manifest import TRAINER_FILE, checkpoint_name, checkpoint_step, list_checkpoints
+from megatron_rl.checkpoint.manifest import TRAINER_FILE, checkpoint_name, checkpoint_step
 from megatron_rl.checkpoint.save import SaveError
 from megatron_rl.config import Recipe
 from megatron_rl.config.model_rules import confirm_contract, contract, first_step_alarms
 from megatron_rl.config.monitor import level_rules
-from megatron_rl.config.sections import CheckpointConfig
 from megatron_rl.data import MixedSampler, PromptSampler, PromptSet, in_another_order, make_sampler
 from megatron_rl.errors import Fault
 from megatron_rl.exact.generator import ExactGenerator
@@ -81,20 +79,15 @@ class Run:
     evidence: Evidence
     rollbacks: Rollbacks
     train: PromptSet  # all prompts that ``prompts`` draws from
-    scores: dict[int, float] = field(default_factory=dict)  # step → value of checkpoint.keep_best's metric
     failures_said: set[tuple[str, str, str]] = field(default_factory=set)  # kinds of reward failures in the log
 
     def record(self, step: int, metrics: dict[str, float], groups: list[Group] | None = None) -> list[AlarmEvent]:
-        """`Monitor.record`, and what `checkpoint.keep_best` needs of the line. Collective."""
+        """`Monitor.record`, with what the ranks know of ``groups``. Collective."""
         ratios = {}
         if groups:
             share_repetition(groups)
             ratios = share_samples(groups, self.monitor.samples_wanted(step, groups))
-        events = self.monitor.record(step, metrics, groups, ratios)
-        best = self.recipe.checkpoint.keep_best
-        if best is not None and math.isfinite(value := self.monitor.latest.get(best.metric, math.nan)):
-            self.scores[step] = value
-        return events
+        return self.monitor.record(step, metrics, groups, ratios)
 
     def score(self, groups: list[Group], step: int) -> dict[str, float]:
         """Reward every rollout, on all ranks; `reward/*`. The log gets an example of each kind of failure, once.
@@ -123,8 +116,8 @@ class Run:
         refuse_too_many(scores.num_failed, scores.num_scored, limit, scores.failures)
 
     def save(self, taken: dict[str, Any] | None = None) -> Path:
-        """Write a checkpoint that continues the run exactly. Then delete those kept by none of `keep_last`, `keep_best`
-        and `evidence`. A save under way is waited for. Nothing is written where the step has its checkpoint already.
+        """Write a checkpoint that continues the run exactly. Then delete those kept by neither `keep_last` nor
+        `evidence`. A save under way is waited for. Nothing is written where the step has its checkpoint already.
 
         Raises `SaveError` on every rank where one could not write; the older checkpoints are as they were.
         """
@@ -132,7 +125,7 @@ class Run:
         done = self.saving.written
         if done is not None and checkpoint_step(done) == self.learner.step:
             return done
-        return self.saving.write(*self._to_save(taken))
+        return self.saving.write(self._to_save(taken))
 
     def try_save(self, taken: dict[str, Any] | None = None, in_background: bool = False) -> None:
         """`save`. A failure (disk full) is logged; the run goes on, and the next step tries again.
@@ -142,19 +135,16 @@ class Run:
         try:
             if in_background:
                 self.saving.settle(wait=True)
-                self.saving.begin(*self._to_save(taken))
+                self.saving.begin(self._to_save(taken))
             else:
                 self.save(taken)
         except SaveError as error:
             self.saving.failed(error)
 
-    def _to_save(self, taken: dict[str, Any] | None) -> tuple[dict[str, Any], list[int]]:
-        """The loop's state, from the main rank, and the steps that `keep_best` keeps."""
-        kept = {checkpoint_step(path) for path in list_checkpoints(self.directory.checkpoints)} | {self.learner.step}
-        self.scores = {step: value for step, value in self.scores.items() if step in kept}
-        state = (taken or self.taken()) | {"monitor": self.monitor.state_dict(), "scores": self.scores}
-        state |= {"evidence": self.evidence.state_dict(), "rollbacks": self.rollbacks.count}
-        return broadcast_object(state), best_steps(self.scores, self.recipe.checkpoint)
+    def _to_save(self, taken: dict[str, Any] | None) -> dict[str, Any]:
+        """The loop's state, from the main rank."""
+        state = (taken or self.taken()) | {"monitor": self.monitor.state_dict()}
+        return broadcast_object(state | {"evidence": self.evidence.state_dict(), "rollbacks": self.rollbacks.count})
 
     def taken(self) -> dict[str, Any]:
         """How far prompts were taken, and for which steps to come."""
@@ -374,14 +364,6 @@ def _settle(
     return comparison.lines, resume == "auto" and is_complete(directory, recipe.num_steps)
 
 
-def best_steps(scores: dict[int, float], config: CheckpointConfig) -> list[int]:
-    """The steps whose checkpoints `keep_best` keeps; of equal values the later one."""
-    if config.keep_best is None:
-        return []
-    sign = 1 if config.keep_best.mode == "max" else -1
-    return sorted(scores, key=lambda step: (sign * scores[step], step))[-config.keep_best.n :]
-
-
 def continue_from(run: Run, checkpoint: Path, is_start: bool = True) -> None:
     """Bring ``run`` to the state of ``checkpoint``, whose files were verified. Collective.
 
@@ -390,7 +372,6 @@ def continue_from(run: Run, checkpoint: Path, is_start: bool = True) -> None:
     state = load_beside(run.learner, run.generator, partial(run.learner.load, checkpoint, verify=False))
     part = partial(settled, checkpoint / TRAINER_FILE, state)
     is_own = checkpoint.resolve().parent == run.directory.checkpoints.resolve()
-    run.scores = part("scores", lambda scores: {int(step): float(value) for step, value in scores.items()}, {})
 
     def order(prompts: dict[str, Any]) -> None:  # a new run may have one of its own
         run.prompts.load_state_dict(prompts if is_own else in_another_order(prompts, run.recipe.data.seed))

@@ -369,19 +369,6 @@ def test_a_stop_while_nothing_can_be_sampled_gives_the_step_up(runs, whole):
     assert runs.rows("given-up") == whole
 
 
-def test_the_best_checkpoint_stays(runs, whole):
-    """val/reward/mean is of the weights before its step: those of the checkpoint with the same number."""
-    scores = {row["step"]: row["val/reward/mean"] for row in whole if "val/reward/mean" in row}
-    saved = {step: score for step, score in scores.items() if step in (2, 4, 6, 7)}
-    best = max(saved, key=lambda step: (saved[step], step))
-    worst = min(saved, key=lambda step: (saved[step], -step))
-    kept = "checkpoint={{every: 2, keep_last: {}, keep_best: {{metric: val/reward/mean, mode: {}}}}}"
-    runs.train("best", kept.format(2, "max"), "recorder.evidence=null")  # no alarm keeps another one
-    assert set(runs.checkpoints("best")) == {"step_00000006", "step_00000007", f"step_{best:08d}"}
-    runs.train("worst", kept.format(1, "min"), "recorder.evidence=null")
-    assert set(runs.checkpoints("worst")) == {"step_00000007", f"step_{worst:08d}"}
-
-
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

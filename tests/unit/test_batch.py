@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,17 +41,6 @@ def test_advantages_are_those_of_a_group_without_it(advantage):
     assert (with_it.sequences[1].advantage, with_it.sequences[1].num_trained) == (0.0, 0)
     assert all(sequence.num_trained == 2 for sequence in kept)
     assert [sequence.group for sequence in with_it.sequences] == [0, 0, 0, 0, 1, 1]
-
-
-def test_the_weight_of_a_prompt_multiplies_its_advantages():
-    def of(weight: float) -> list[float]:
-        groups = [scored("p", 1.0, 0.0, 0.5), scored("q", 0.0, 1.0)]
-        groups[0].prompt = replace(groups[0].prompt, weight=weight)
-        return [sequence.advantage for sequence in build_batch(0, groups, BatchConfig(), ObjectiveConfig()).sequences]
-
-    plain = of(1.0)
-    assert of(0.25) == [*(0.25 * advantage for advantage in plain[:3]), *plain[3:]]
-    assert any(plain[:3])
 
 
 def test_what_is_left_alone_has_no_baseline():

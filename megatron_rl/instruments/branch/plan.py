@@ -245,7 +245,6 @@ def common_keys(recipe: Recipe, begin: int, steps: int) -> dict[str, Any]:
     keys: dict[str, Any] = {
         "num_steps": end,
         "checkpoint.keep_last": 1,
-        "checkpoint.keep_best": None,
         "checkpoint.export_hf": False,
         "learner.max_consecutive_overflows": NEVER,
         "monitor.plots": False,

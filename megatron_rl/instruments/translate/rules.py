@@ -334,11 +334,6 @@ def _records(t: Translation) -> None:
     """Checkpoints, validation, and where curves go."""
     if t["saves"] is False:
         t.put("checkpoint.every", 0, "one at the end of the run is written all the same")
-    elif kept := whole(t["best"]):
-        if t.ours("data.validation") and t.ours("validation.every"):
-            t.put("checkpoint.keep_best", {"metric": "val/reward/mean", "n": kept})
-        else:
-            t.lose("best", "without held-out data the newest checkpoints are kept, not the best")
     if repeat := whole(t["repeat"]):
         t.put("validation.num_samples", repeat * (t.ours("validation.num_samples") or 1))
     if t["eval_top_k"] == 1:

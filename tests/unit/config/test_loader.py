@@ -308,7 +308,7 @@ def test_every_shipped_recipe_is_valid_as_written_and_resolved(path):
         {"objective": {"policy_term": "gspo", "correction": None}},
         {"objective": {"policy_term": {"clip_high": 0.5}, "correction": "tis"}},
         {"objective": {"correction": ["tis", {"mode": "veto"}], "distortion": None}},
-        {"validation": {"every": None}, "checkpoint": {"every": None, "keep_best": None}, "rollout": {"top_k": None}},
+        {"validation": {"every": None}, "checkpoint": {"every": None, "keep_last": None}, "rollout": {"top_k": None}},
         {"learner": {"lora": None, "optimizer": {"clip_grad": None, "lr": 1}}},
     ],
 )

@@ -94,7 +94,7 @@ def test_strays_among_batches_do_no_harm(tmp_path):
         (folder / name).write_text(text)
     other.write_text("precious")
     newer.write_text("newer")
-    evidence = Evidence(RecorderConfig(record_batches="last_n", keep=2, evidence=None), folder, Saving(), said.append)
+    evidence = Evidence(RecorderConfig(evidence={"batches": 2}), folder, Saving(), said.append)
     for _ in range(2):
         evidence.after_step(8, [])
     assert recorded_steps(folder) == [0, 1, 2, 3, 4, 7, 8]

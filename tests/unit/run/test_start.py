@@ -9,23 +9,16 @@ from unittest.mock import MagicMock
 import pytest
 
 from megatron_rl.batch import build_unscored_batch
-from megatron_rl.config.sections import CheckpointConfig
 from megatron_rl.rewards.rewarder import RewardFault, Scores
-from megatron_rl.run.start import Run, best_steps
+from megatron_rl.run.start import Run
 from megatron_rl.train import score_batch, update
 from megatron_rl.types import Group, Prompt
 from tests.support.groups import any_response
 from tests.support.tiny import tiny_recipe
 
 
-@pytest.mark.parametrize(("mode", "n", "expected"), [("max", 1, [4]), ("max", 2, [2, 4]), ("min", 1, [6])])
-def test_best_steps(mode, n, expected):
-    config = CheckpointConfig.model_validate({"keep_best": {"metric": "m", "n": n, "mode": mode}})
-    assert sorted(best_steps({2: 0.5, 3: 0.3, 4: 0.5, 5: 0.1, 6: 0.1}, config)) == expected
-
-
 class Announcing:
-    def announce_to(self, listener, whole_groups=False): ...
+    def announce_to(self, listener): ...
 
 
 SEVERAL = {"batch": {"prompts": 4, "minibatches": 2}}

@@ -151,7 +151,7 @@ CASES = [
         "learner.optimizer.lr": 5e-6, "schedule.warmup_steps": 13 * 4, "schedule.warmup_from": 5e-7,
         "learner.max_tokens_per_microbatch": 8192, "rollout.temperature": 0.8, "validation.temperature": 0.8,
         "data.prompt.max_length": 1024, "rollout.max_response_length": 3072, "learner.offload.optimizer": True,
-        "data.validation": [{"path": "/v.jsonl", "prompt_key": "question"}], "checkpoint.keep_best.n": 3,
+        "data.validation": [{"path": "/v.jsonl", "prompt_key": "question"}],
         "data.train": [{"path": "OpenMathInstruct-2.jsonl"}], "objective.advantage": "grpo",
         "lost": ["loss_fn.reference_policy_kl_penalty", "grpo.use_leave_one_out_baseline"]}),
     ("nemo-rl", f'{FSDP} policy.scheduler=[{{"name":"a.LinearLR","kwargs":{{"start_factor":0.1,"total_iters":50}}}}]',
