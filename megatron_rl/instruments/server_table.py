@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_rl.rollout.servers.rendezvous import Address
 
 
-SERVER_COLUMNS = ("name", "url", "version", "state", "running", "waiting", "KV cache", "prefix hits", "tokens/s", "why")
+SERVER_COLUMNS = ("name", "url", "version", "state", "running", "waiting", "KV cache", "why")
 ASK_S = 10.0
 
 
@@ -100,7 +100,6 @@ def server_table(status: dict[str, Any]) -> str:
 
 def _server_cells(one: dict[str, Any]) -> tuple[str, ...]:
     version = "-" if one["version"] is None else str(one["version"])
-    shares = (f"{100 * one['kv_usage']:.0f}%", f"{100 * one['prefix_hits']:.0f}%", f"{one['tokens_per_s']:.0f}")
     return (
         one["name"],
         one["url"],
@@ -108,6 +107,6 @@ def _server_cells(one: dict[str, Any]) -> tuple[str, ...]:
         one["state"],
         str(one["running"]),
         str(one["waiting"]),
-        *shares,
+        f"{100 * one['kv_usage']:.0f}%",
         one["lost"],
     )

@@ -182,7 +182,11 @@ class TestFaults:
         asked.assert_once_and_as_said(models)
 
     def test_a_trainer_that_is_killed_in_an_update_leaves_servers_that_go_on(self, generator, models, both, tmp_path):
-        """Another trainer's: what it left is thrown away, and servers are given the weights that are due again."""
+        """Another trainer's: what it left is thrown away, and servers are given the weights that are due again, from
+        files."""
+        generator._updates.broadcaster.refused = "this test"
+        update(generator, models)
+        wait(generator, lambda: len(generator._servers.pool.ready) == 2)
         asked = Asked(generator, 5).until_at(*both)
         call = {"name": "tests.e2e.programs.dying_trainer"}
         call["arguments"] = [str(MODEL), TOKEN, *(member.address.url for member in both)]

@@ -107,12 +107,9 @@ class ServerClient:
         )
 
     async def settings(self) -> dict[str, Any]:
-        """What the server says of itself; `ServerSettings.of` reads it."""
+        """What the server says of itself; `ServerSettings.of` reads it. Raises `ServerLost` where its engine is
+        dead."""
         return await self._call("GET", SETTINGS, limit_s=HEALTH_S)
-
-    async def check_health(self) -> None:
-        """Raises `ServerLost` unless the server's engine is alive."""
-        await self._call("GET", "/health", limit_s=HEALTH_S, read=_nothing)
 
     async def push(self, weights: Weights) -> Amount:
         """Replace the server's weights, then let it answer for this version.
@@ -201,7 +198,3 @@ async def _json(response: aiohttp.ClientResponse) -> Any:
     except (ValueError, RecursionError) as error:
         why = printable(str(error), ERROR_CHARS)
         raise ServerLost(f"{response.url.path}: the answer is not JSON ({why})", is_final=True) from error
-
-
-async def _nothing(response: aiohttp.ClientResponse) -> None:
-    """For an answer that says all with its status."""

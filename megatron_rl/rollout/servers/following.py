@@ -1,9 +1,9 @@
 """How ranks of other nodes follow rank 0's servers: two small texts in the job's store, and no collective.
 
 Rank 0 writes the *table*: which weights are due, which servers there are and which of them hold what. Every other rank
-that asks servers (a *follower*) writes a *note*: which batches it has no more requests of, and its complaints about
-servers that failed it. Both are states, not messages, so nothing is lost or in the wrong order; each side looks every
-`LOOK_S` seconds. Responses and weights never pass through here.
+that asks servers (a *follower*) writes a *note*: which batches it has no more requests of. Both are states, not
+messages, so nothing is lost or in the wrong order; each side looks every `LOOK_S` seconds. A server that failed a
+follower is not asked by it until rank 0 has looked at the server. Responses and weights never pass through here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_rl.rollout.generator import RolloutError
-from megatron_rl.rollout.servers.client import ServerClient, ServerError, ServerLost
+from megatron_rl.rollout.servers.client import ServerClient
 from megatron_rl.rollout.servers.pool import Member, Members, PoolLimits
 from megatron_rl.rollout.servers.rendezvous import Address
 
@@ -57,8 +57,6 @@ class Publisher:
     def __init__(self, members: Members, board: StoreBoard, followers: Sequence[int], stop: Callable[[], bool]) -> None:
         self._members, self._board, self._followers, self._stop = members, board, list(followers), stop
         self._ended = dict.fromkeys(self._followers, 0)  # batches that a follower has no more requests of
-        self._settled: dict[int, list[int]] = {rank: [] for rank in self._followers}  # complaints that are dealt with
-        self._open: dict[tuple[int, int], asyncio.Task] = {}
         self._progress = asyncio.Event()
         self._task: asyncio.Task | None = None
         self.write_table()
@@ -78,10 +76,9 @@ class Publisher:
                     await self._progress.wait()
 
     async def close(self) -> None:
-        tasks = [task for task in (self._task, *self._open.values()) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
     def table(self) -> dict[str, Any]:
         keeper, failed = self._members.keeper, ""
@@ -91,12 +88,12 @@ class Publisher:
             "due": self._members.due,
             "stop": self._stop(),
             "failed": failed,
-            "settled": {str(rank): list(numbers) for rank, numbers in self._settled.items()},
             "members": [
                 {
                     "number": m.number,
                     "version": m.version,
                     "updates": m.updates,
+                    "looks": m.looks,
                     "lost": m.lost,
                     "address": asdict(m.address),
                 }
@@ -113,32 +110,12 @@ class Publisher:
         while True:
             notes = await asyncio.to_thread(self._board.read, names)
             for rank, note in zip(self._followers, notes, strict=True):
-                self._hear(rank, note)
+                if note["ended"] > self._ended[rank]:
+                    self._ended[rank] = note["ended"]
+                    self._progress.set()
             if self.table() != self._written:
                 await asyncio.to_thread(self.write_table)
             await asyncio.sleep(LOOK_S)
-
-    def _hear(self, rank: int, note: dict[str, Any]) -> None:
-        if note["ended"] > self._ended[rank]:
-            self._ended[rank] = note["ended"]
-            self._progress.set()
-        complaints = {item["id"]: item for item in note["complaints"]}
-        self._settled[rank] = [number for number in self._settled[rank] if number in complaints]
-        for number, item in complaints.items():
-            if number not in self._settled[rank] and (rank, number) not in self._open:
-                self._open[rank, number] = asyncio.create_task(self._deal_with(rank, item))
-
-    async def _deal_with(self, rank: int, complaint: dict[str, Any]) -> None:
-        try:
-            members = self._members.members.values()
-            member = next((m for m in members if m.number == complaint["member"]), None)
-            if member is not None and complaint["kind"] == "stale":
-                self._members.mark_stale(member, complaint["version"])
-            elif member is not None:
-                await self._members.suspect(member, ServerLost(complaint["error"], complaint["is_final"]))
-        finally:
-            self._settled[rank].append(complaint["id"])
-            self._open.pop((rank, complaint["id"]), None)
 
 
 class Follower(Members):
@@ -153,12 +130,10 @@ class Follower(Members):
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(limits, lambda: stop() or self._table["stop"])
-        self._board, self._name, self._rank, self._connect = board, note_of(rank), str(rank), connect
-        self._ended, self._numbers = 0, 0
-        self._complaints: dict[int, dict[str, Any]] = {}
-        self._waiting: dict[int, asyncio.Future] = {}
+        self._board, self._name, self._connect = board, note_of(rank), connect
+        self._ended = 0
         (self._table,) = board.read([TABLE])
-        board.write(self._name, self._note())
+        board.write(self._name, {"ended": 0})
 
     @property
     def due(self) -> int:
@@ -167,57 +142,19 @@ class Follower(Members):
     def start(self) -> None:
         self.keeper = asyncio.create_task(self._follow())
 
-    async def suspect(self, member: Member, error: ServerError) -> None:
-        if not member.lost:
-            await self._until_settled(self._complain(member, kind="failed", error=str(error), is_final=error.is_final))
-
-    def mark_stale(self, member: Member, version: int) -> None:
-        if member.version == version:
-            settled = self._until_settled(self._complain(member, kind="stale", version=version))
-            task = asyncio.ensure_future(settled)
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # the keeper's error says why
-
     def share_ended(self, number: int) -> None:
         self._ended = max(self._ended, number)
 
-    def _complain(self, member: Member, **what: Any) -> tuple[Member, int]:
-        """From this moment on ``member`` is not used; await `_until_settled` with what this returns."""
-        self._numbers += 1
-        self._complaints[self._numbers] = {"id": self._numbers, "member": member.number, **what}
-        self._waiting[self._numbers] = asyncio.get_running_loop().create_future()
-        member.doubts += 1
-        return member, self._numbers
-
-    async def _until_settled(self, complaint: tuple[Member, int]) -> None:
-        """Wait until rank 0 has looked into it; the server may be used then, if it still can."""
-        member, number = complaint
-        try:
-            await self._waiting[number]
-        finally:
-            member.doubts -= 1
-            self._complaints.pop(number, None)
-            self._waiting.pop(number, None)
-
-    def _note(self) -> dict[str, Any]:
-        return {"ended": self._ended, "complaints": list(self._complaints.values())}
-
     async def _follow(self) -> None:
-        written = None
+        written = 0
         try:
             while True:
-                note = self._note()
-                if note != written:
-                    await asyncio.to_thread(self._board.write, self._name, note)
-                    written = note
+                if (ended := self._ended) != written:
+                    await asyncio.to_thread(self._board.write, self._name, {"ended": ended})
+                    written = ended
                 (table,) = await asyncio.to_thread(self._board.read, [TABLE])
                 await self._take(table)
                 await asyncio.sleep(LOOK_S)
-        except BaseException as error:
-            for future in self._waiting.values():
-                if not future.done():
-                    future.set_exception(RolloutError(f"following rank 0's servers ended: {error}"))
-                    future.exception()  # whoever waits gets it; with nobody left it is no news
-            raise
         finally:
             self.note()
 
@@ -238,10 +175,8 @@ class Follower(Members):
                 self.members[address.name] = member
                 if replaced is not None:
                     await self.drop(replaced, "another came in its place")
-            member.version = item["version"]
+            member.version, member.updates, member.looks = item["version"], item["updates"], item["looks"]
+            self.reconsider(member)
             if item["lost"]:
                 await self.drop(member, item["lost"])
-        for number in table["settled"].get(self._rank, []):
-            if (future := self._waiting.get(number)) is not None and not future.done():
-                future.set_result(None)
         self.note()

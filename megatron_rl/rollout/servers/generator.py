@@ -49,7 +49,7 @@ from megatron_rl.rollout.requests import (
 )
 from megatron_rl.rollout.servers.client import request_body
 from megatron_rl.rollout.servers.dispatch import Balance, Conversations, Dispatch, Line, TalkLoop
-from megatron_rl.rollout.servers.pool import load_metrics, prompt_tokens
+from megatron_rl.rollout.servers.pool import load_metrics
 from megatron_rl.rollout.servers.rendezvous import agreed_settings
 from megatron_rl.rollout.servers.run_servers import HEARTBEAT_S, RunServers, Started, as_fault
 from megatron_rl.rollout.servers.weight_updates import WeightUpdates
@@ -140,7 +140,6 @@ class Sampler:
                 start = time.perf_counter()
                 slack = self._config.max_num_seqs // PREFIX_SLACK
                 balance = Balance([r.row for r in known], slack)
-                before = prompt_tokens(members.members.values())
                 dispatch = Dispatch(
                     members,
                     bodies,
@@ -164,7 +163,7 @@ class Sampler:
                 members.share_ended(number)
             seconds = time.perf_counter() - start
         rollouts = [await converted[index] for index in sorted(converted)]  # of all, unless it was cancelled
-        stats = load_metrics(members, before)
+        stats = load_metrics(members)
         return Share(rollouts, seconds, stats | self._servers_now(), dispatch.num_requeued, counts)
 
     def _responses(

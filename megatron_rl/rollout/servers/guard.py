@@ -54,7 +54,6 @@ class UnderWay:
         self._engine, self._numbers = engine, itertools.count()
         self._version = 0  # of the weights that sample now
         self._num_updates = 0
-        self.num_prompt_tokens = self.num_cached_tokens = 0  # of all requests; of these, found in the prefix cache
         self._runs: dict[str, list[tuple[int, int]]] = {}  # by name: (policy version, tokens there at its end), …
         self._num_entering, self._entered = 0, asyncio.Event()
         self._is_held = False
@@ -80,8 +79,6 @@ class UnderWay:
             raise
         finally:
             del self._runs[name]
-        self.num_prompt_tokens += len(prompt)
-        self.num_cached_tokens += getattr(output, "num_cached_tokens", None) or 0
         (completion,) = output.outputs
         return completion, _by_token([*runs, (self._version, ALL)], len(completion.token_ids))
 
@@ -183,6 +180,7 @@ class GuardState:
     replace: Callable[[dict[str, Any], int, bool], Awaitable[dict[str, int]]] | None = None  # `server.replace_weights`
     # `server.sample`
     sample: Callable[[dict[str, Any], Callable[[], bool]], Coroutine[Any, Any, Rollout]] | None = None
+    check: Callable[[], Awaitable[None]] | None = None  # raises where the engine is dead
     replacing: asyncio.Lock = field(default_factory=asyncio.Lock)
     version: int | None = None  # open for this policy version; None: closed
     openings: int = 0  # counts up at every change, so that a version that came back is told from one that stayed
@@ -209,7 +207,7 @@ class Guard:
             return await _answer(send, UNAUTHORIZED, {"error": "a valid token is required"})
         path = scope["path"]
         if path == SETTINGS:
-            return await _answer(send, 200, {**state.settings, **_now(state)})
+            return await self._settings(send)
         if path == WEIGHTS:
             return await self._replace(receive, send)
         if path == GENERATE:
@@ -217,6 +215,15 @@ class Guard:
         if path not in OF_VLLM:
             return await _answer(send, NOT_OFFERED, {"error": f"{path} is not offered; responses come from {GENERATE}"})
         return await self._app(scope, receive, send)
+
+    async def _settings(self, send: Send) -> None:
+        """What the server is and holds now; `FAILED` where its engine is dead."""
+        try:
+            if self._state.check is not None:
+                await self._state.check()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is waiting to hear of it
+            return await _answer(send, FAILED, {"error": f"{type(error).__name__}: {error}"})
+        return await _answer(send, 200, {**self._state.settings, **_now(self._state)})
 
     def _change(self, version: int | None, spares: bool = False) -> None:
         """Change the policy version. ``spares``: responses under way stay valid."""
@@ -282,13 +289,11 @@ async def _body(receive: Receive) -> Any:
 
 
 async def _metered(meter: Meter, work: Coroutine[Any, Any, Rollout]) -> Rollout:
-    answer = None
-    meter.begin()
+    meter.under_way += 1
     try:
-        answer = await work
-        return answer
+        return await work
     finally:
-        meter.end(None if answer is None else len(answer.tokens))
+        meter.under_way -= 1
 
 
 async def _unless_left(receive: Receive, work: Coroutine[Any, Any, Rollout]) -> Rollout | None:

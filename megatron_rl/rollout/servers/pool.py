@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,13 @@ class Member:
     number: int = 0  # of its joining, counted over the run: one that comes back has another
     version: int | None = None  # of the weights that it serves; None: it is not used
     updates: int = 0  # that it took
+    looks: int = 0  # at it, that it answered
     in_flight: int = 0  # requests of this rank
     missed: int = 0
     lost: str = ""  # why it is not used
     workers: int = 1  # processes of it that take weights
     backend: str = "gloo"  # of a broadcast to them
-    doubts: int = 0  # complaints about it that are being looked into; it is not used meanwhile
+    doubt: tuple[int, int] | None = None  # updates and looks when a request to it failed: see `Members.suspect`
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -82,7 +83,7 @@ class Members:
     @property
     def ready(self) -> list[Member]:
         """Servers that hold the newest policy and may be used."""
-        return [m for m in self.members.values() if not m.lost and not m.doubts and m.version == self.due]
+        return [m for m in self.members.values() if not m.lost and m.doubt is None and m.version == self.due]
 
     async def reach(self, version: int, exactly: bool = True) -> None:
         """Wait until the weights of ``version`` are those that are due; without ``exactly``, or newer ones."""
@@ -91,12 +92,24 @@ class Members:
             raise RolloutError(f"policy version {self.due} was pushed before a batch of {version} was sampled")
 
     async def suspect(self, member: Member, error: ServerError) -> None:
-        """A request to ``member`` failed. Find out whether the server did, and stop using it then."""
-        raise NotImplementedError
+        """A request to ``member`` failed. It is not asked before rank 0 has looked at it, or it took an update."""
+        self.doubt(member)
 
     def mark_stale(self, member: Member, version: int) -> None:
         """The server does not hold ``version`` any more: it is not asked before it has had the newest weights."""
-        raise NotImplementedError
+        if member.version == version:  # else it has been brought up to date meanwhile
+            self.doubt(member)
+
+    def doubt(self, member: Member) -> None:
+        member.doubt = member.doubt or (member.updates, member.looks)
+
+    @staticmethod
+    def reconsider(member: Member) -> None:
+        """Use ``member`` again where it took an update since a request failed, or a look at it began and ended."""
+        if member.doubt is not None:
+            updates, looks = member.doubt
+            if member.updates > updates or member.looks > looks + 1:
+                member.doubt = None
 
     def share_ended(self, number: int) -> None:
         """This rank asks nothing more for batch ``number``, nor for those before."""
@@ -281,12 +294,16 @@ class ServerPool(Members):
             self.note()
 
     async def _look_after(self, member: Member) -> None:
+        version, updates = member.version, member.updates
         try:
-            await member.client.check_health()
-            member.missed = 0
+            settings = ServerSettings.of(await member.client.settings())
+            member.missed, member.looks = 0, member.looks + 1
+            if settings.version != version and member.updates == updates:
+                member.version = None  # it was started anew
+            self.reconsider(member)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this server's
             member.missed += 1
-            if getattr(error, "is_final", False) or member.missed >= MISSED_LOOKS:
+            if getattr(error, "is_final", False) or member.doubt or member.missed >= MISSED_LOOKS:
                 await self.give_up(member, _reason(error))
         if member.version is None and not member.lost and not member.updating.locked():
             # In a task of its own: the health of others is looked at meanwhile.
@@ -301,16 +318,12 @@ class ServerPool(Members):
             self.note()
 
     async def suspect(self, member: Member, error: ServerError) -> None:
-        if not member.lost and not error.is_final:
-            try:
-                await member.client.check_health()
-                return
-            except ServerError:
-                pass
-        await self.give_up(member, str(error))
+        self.doubt(member)
+        if error.is_final:
+            await self.give_up(member, str(error))
 
     def mark_stale(self, member: Member, version: int) -> None:
-        if member.version == version:  # else it has been brought up to date meanwhile
+        if member.version == version:
             member.version = None
 
     # ---------------------------------------------------------------- weights
@@ -350,8 +363,7 @@ class ServerPool(Members):
 
     def took(self, member: Member, version: int) -> None:
         """All weights of ``version`` have arrived at ``member``."""
-        member.version = version
-        member.updates += 1
+        member.version, member.updates, member.doubt = version, member.updates + 1, None
 
 
 def _reason(error: Exception) -> str:
@@ -373,9 +385,6 @@ def row(name: str, url: str, version: int | None, state: str, load: Load, lost: 
         "running": load.running,
         "waiting": load.waiting,
         "kv_usage": load.kv_usage,
-        "prefix_hits": load.prefix_hits,
-        "tokens_per_s": load.tokens_per_s,
-        "answered": load.answered,
         "lost": lost,
     }
 
@@ -411,22 +420,13 @@ def read_table(run_dir: Path) -> dict[str, Any] | None:
         return None
 
 
-def prompt_tokens(members: Iterable[Member]) -> tuple[int, int]:
-    """Count prompt tokens of all servers since their starts, and those of them that prefix caches held."""
-    loads = [_load(member) for member in members]
-    return sum(load.prompt_tokens for load in loads), sum(load.cached_tokens for load in loads)
-
-
-def load_metrics(members: Members, before: tuple[int, int]) -> dict[str, float]:
-    """`rollout/servers/*` of a batch, from what servers said last. ``before``: `prompt_tokens` at its beginning."""
+def load_metrics(members: Members) -> dict[str, float]:
+    """`rollout/servers/*` of a batch, from what servers said last."""
     loads = [_load(member) for member in members.ready] or [Load()]
-    prompted, cached = (now - then for now, then in zip(prompt_tokens(members.members.values()), before))
     return {
         "rollout/servers/running": sum(load.running for load in loads) / len(loads),
         "rollout/servers/waiting": sum(load.waiting for load in loads) / len(loads),
         "rollout/servers/kv_usage": max(load.kv_usage for load in loads),
-        "rollout/servers/tokens_per_s": sum(load.tokens_per_s for load in loads),
-        "rollout/servers/prefix_hits": cached / prompted if prompted > 0 else 0.0,
         "rollout/servers/lost": float(sum(bool(member.lost) for member in members.members.values())),
     }
 

@@ -168,7 +168,7 @@ async def _serve(recipe: Recipe, device: str, name: str, token: str, listener: s
         architecture = read_architecture(recipe.model.path) if recipe.routing.needs_engine_routes else None
         under_way = UnderWay(engine)
         guard.STATE.replace = partial(replace_weights, engine, under_way)
-        guard.STATE.meter = Meter(engine, under_way)
+        guard.STATE.meter, guard.STATE.check = Meter(engine), engine.check_health
         guard.STATE.sample = partial(sample, engine, under_way, architecture)
         guard.STATE.token = token
         published = publish(recipe.run_dir, address)

@@ -17,7 +17,6 @@ from megatron_rl.rollout.servers.pool import (
     Members,
     PoolLimits,
     load_metrics,
-    prompt_tokens,
     read_table,
     table,
     table_path,
@@ -26,7 +25,7 @@ from megatron_rl.rollout.servers.pool import (
 from megatron_rl.rollout.servers.rendezvous import Address, publish
 from megatron_rl.rollout.servers.wire import Load
 
-BUSY = Load(running=3, waiting=1, kv_usage=0.5, answered=9, tokens=900, busy_s=3.0, prompt_tokens=40, cached_tokens=30)
+BUSY = Load(running=3, waiting=1, kv_usage=0.5)
 
 
 class Known(Members):
@@ -55,8 +54,8 @@ def run_dir(tmp_path):
 def test_a_run_tells_which_servers_it_uses_and_why_not(run_dir, capsys):
     assert main(["servers", str(run_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert " ".join(lines[0].split()) == "name url version state running waiting KV cache prefix hits tokens/s why"
-    assert " ".join(lines[1].split()) == "a http://a:1 4 ready 3 1 50% 75% 300"
+    assert " ".join(lines[0].split()) == "name url version state running waiting KV cache why"
+    assert " ".join(lines[1].split()) == "a http://a:1 4 ready 3 1 50%"
     assert lines[2].split()[:4] == ["b", "http://b:1", "3", "updating"]
     assert lines[3].split()[:4] == ["c", "http://c:1", "-", "lost"]
     assert lines[3].endswith("connection refused")
@@ -68,7 +67,6 @@ def test_a_run_tells_which_servers_it_uses_and_why_not(run_dir, capsys):
         4,
         ["ready", "updating", "lost", "refused"],
     )
-    assert printed["servers"][0]["tokens_per_s"] == 300.0
 
 
 def test_after_the_run_its_servers_have_ended(run_dir):
@@ -104,7 +102,7 @@ def test_with_the_token_servers_are_asked(run_dir, monkeypatch):
             asked.append((self.name, self.token))
             if self.name == "b":
                 raise ServerError("no answer in 10 s")
-            return {"version": 7, "load": {"running": 8, "tokens": 10, "busy_s": 1.0}}
+            return {"version": 7, "load": {"running": 8}}
 
         async def close(self):
             await asyncio.sleep(0)
@@ -112,21 +110,17 @@ def test_with_the_token_servers_are_asked(run_dir, monkeypatch):
     monkeypatch.setattr("megatron_rl.rollout.servers.client.ServerClient", Asked)
     first, second, lost, refused = server_table.describe(run_dir)["servers"]
     assert sorted(asked) == [("a", "token-of-this-test-0123"), ("b", "token-of-this-test-0123")]
-    assert (first["version"], first["running"], first["tokens_per_s"], first["state"]) == (7, 8, 10.0, "ready")
+    assert (first["version"], first["running"], first["state"]) == (7, 8, "ready")
     assert (second["state"], second["lost"]) == ("silent", "no answer in 10 s")
     assert (lost["state"], refused["state"]) == ("lost", "refused")
 
 
 def test_metrics_of_a_batch():
-    before = prompt_tokens(MEMBERS.members.values())
-    assert before == (120, 90)
-    more = Load(running=1, waiting=0, kv_usage=0.2, tokens=10, busy_s=1.0, prompt_tokens=60, cached_tokens=35)
+    more = Load(running=1, waiting=0, kv_usage=0.2)
     later = Known(member("a", load=more), member("b"), member("c", lost="gone"))
-    assert load_metrics(later, before) == {
+    assert load_metrics(later) == {
         "rollout/servers/running": 2.0,
         "rollout/servers/waiting": 0.5,
         "rollout/servers/kv_usage": 0.5,
-        "rollout/servers/tokens_per_s": 310.0,
-        "rollout/servers/prefix_hits": 0.25,
         "rollout/servers/lost": 1.0,
     }

@@ -70,7 +70,7 @@ async def listening(reply: Reply, heard: list[bytes] | None = None):
 
 
 def settings(**changes: object) -> bytes:
-    return reply_json(asdict(SAID) | changes)
+    return reply_json(asdict(SAID) | {"version": 0} | changes)
 
 
 def good(head: bytes) -> bytes:
@@ -264,8 +264,8 @@ def test_what_a_status_means(path, status, content, kind):
 def test_errors_are_short_and_printable():
     text = "\x1b[2J\u202e" + "long " * 10**6
     with pytest.raises(ServerLost) as caught:
-        asyncio.run(call(lambda head: http(text.encode(), "text/plain", "500 X"), lambda c: c.check_health()))
-    assert str(caught.value).startswith("/health: status 500: \\x1b[2J\\u202elong long")
+        asyncio.run(call(lambda head: http(text.encode(), "text/plain", "500 X"), lambda c: c.settings()))
+    assert str(caught.value).startswith("/megatron_rl/settings: status 500: \\x1b[2J\\u202elong long")
     assert len(str(caught.value)) < 400
     assert printable("\ud800\x00 é\n\t ü", 99) == "\\ud800\\x00 é ü"
 

@@ -430,3 +430,11 @@ def test_a_server_whose_broadcast_broke_off_is_closed_and_can_be_told_from_one_t
         return answered, guard._state.version
 
     assert asyncio.run(scene()) == ((503, {"error": "the trainer gave the group up"}), None)
+
+
+def test_a_server_whose_engine_is_dead_says_so_in_place_of_its_settings():
+    async def dead():
+        raise RuntimeError("EngineCore died")
+
+    guard = Guard(App(), GuardState(token=TOKEN, check=dead))
+    assert asyncio.run(call(guard, SETTINGS)) == (500, {"error": "RuntimeError: EngineCore died"})

@@ -44,7 +44,7 @@ class FakeClient:
 
     def __init__(self, name: str, world: World) -> None:
         self.name, self.world, self.in_flight, self.closed = name, world, 0, asyncio.Event()
-        self.elsewhere = 0
+        self.elsewhere, self.has_joined = 0, False
 
     def _check(self) -> None:
         if self.name not in self.world.alive:
@@ -53,19 +53,17 @@ class FakeClient:
     async def settings(self) -> dict:
         self._check()
         self.world.looks.append(self.name)
-        return self.world.settings
-
-    async def check_health(self) -> None:
-        self._check()
-        missed = self.world.misses[self.name].pop(0) if self.world.misses.get(self.name) else False
-        if missed or self.name in self.world.hanging:
-            raise ServerLost("no answer")
+        if self.has_joined:
+            missed = self.world.misses[self.name].pop(0) if self.world.misses.get(self.name) else False
+            if missed or self.name in self.world.hanging:
+                raise ServerLost("no answer")
+        return {"version": self.world.held.get(self.name), **self.world.settings}
 
     async def push(self, weights: Weights) -> None:
         self._check()
         await asyncio.sleep(0)
         self._check()
-        self.world.held[self.name] = weights.version
+        self.world.held[self.name], self.has_joined = weights.version, True
         self.world.pushes.append((self.name, weights.version))
 
     async def generate(self, body: dict, version: int) -> Rollout:

@@ -35,14 +35,15 @@ class Server:
         self.closed = asyncio.Event()
 
     async def settings(self) -> dict:
-        return {}
+        self._check()
+        return {"version": self.version}
 
-    async def check_health(self) -> None:
+    def _check(self) -> None:
         if not self.alive.is_set():
             raise ServerLost("connection refused", is_final=True)
 
     async def push(self, weights: Weights) -> Amount:
-        await self.check_health()
+        self._check()
         self.version = None
         if weights.broadcast is None:
             self.version, self.held = weights.version, {}
