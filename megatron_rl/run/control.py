@@ -49,8 +49,7 @@ class RunLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            kernel_knows = self._flock()
-            note = self._displace(kernel_knows)
+            note = self._displace(self._flock())
         except BaseException:
             os.close(self._descriptor)
             self._descriptor = None
@@ -93,9 +92,7 @@ class RunLock:
         owner = self._owner()
         if owner is None:
             return ""
-        if owner["boot"] == _boot_id():
-            if not kernel_knows and _started(owner["pid"]) == owner["started"]:
-                raise self._refusal(owner)
+        if kernel_knows and owner["boot"] == _boot_id():
             return f"the run's last process (pid {owner['pid']}) did not end in order; continuing after it"
         for _ in range(3):
             time.sleep(self.heartbeat_s)
@@ -116,12 +113,12 @@ class RunLock:
         """Who wrote the lock file last, read anew (other hosts' writes show on opening); None where nobody holds it."""
         try:
             owner = json.loads(self.path.read_text(encoding="utf-8"))
-            return owner if {"host", "pid", "boot", "started", "beat"} <= owner.keys() else None
+            return owner if {"host", "pid", "boot", "beat"} <= owner.keys() else None
         except (OSError, ValueError, AttributeError, RecursionError):
             return None
 
     def _write(self, beat: int) -> None:
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "boot": _boot_id(), "started": _started(os.getpid())}
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "boot": _boot_id()}
         data = json.dumps(owner | {"beat": f"{beat:012d}"}).encode() + b"\n"
         with contextlib.suppress(OSError):  # a full disk: the kernel's lock still stands
             os.pwrite(self._descriptor, data, 0)
@@ -146,13 +143,6 @@ def _boot_id() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + "/" + os.readlink("/proc/self/ns/pid")
     return socket.gethostname()
-
-
-def _started(pid: int) -> str:
-    """When the process ``pid`` of this host started, in ticks since boot; "" where there is none."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
 
 
 # A scheduler's, a person's, and those of a terminal or session that closes.

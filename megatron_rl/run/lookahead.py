@@ -81,15 +81,12 @@ class Lookahead:
         self._num_prompts, self._num_samples = num_prompts, num_samples
         self._max_staleness, self._num_steps, self._refills = max_staleness, num_steps, refills
         self._begun: list[Begun] = []  # in the order of their steps
-        self._owed: list[Prompt] = []  # taken for steps that are over, by a run that carried groups over
         self._versions: dict[int, int] = {}  # by step: of the learner's weights when it began
         self._next: dict[int, dict[str, int]] = {}  # step → prompt id → the lowest `Prompt.occurrence` that is left
 
     def sample(self, num_prompts: int, *, step: int, policy_version: int) -> list[Group]:
         """Responses to the prompts that were taken for ``step``, or to ``num_prompts`` new ones."""
         self._versions.setdefault(step, policy_version)
-        while self._begun and self._begun[0].step < step:
-            self._owed += self._begun.pop(0).prompts
         begun = self._begun.pop(0) if self._begun and self._begun[0].step == step else None
         if begun is None:
             begun = Begun(step, self._take(num_prompts, step))
@@ -128,8 +125,7 @@ class Lookahead:
 
     def _take(self, num_prompts: int, step: int) -> list[Prompt]:
         """The next prompts, for ``step``. Each says how often it was taken for the same step before."""
-        first, self._owed = self._owed[:num_prompts], self._owed[num_prompts:]
-        taken = first + self._prompts.take(num_prompts - len(first))
+        taken = self._prompts.take(num_prompts)
         following = self._next.setdefault(step, self._occurrences_left(step))
         self._next = {number: ready for number, ready in self._next.items() if number >= step - self._max_staleness}
         numbered = []
@@ -151,8 +147,7 @@ class Lookahead:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What was taken from the sampler and not yet learned from; plain JSON values."""
-        owed = [Begun(0, self._owed)] if self._owed else []  # step 0 is over for whoever resumes
-        return [begun.state_dict() for begun in owed + self._begun]
+        return [begun.state_dict() for begun in self._begun]
 
     def load_state_dict(self, state: list[dict[str, Any]], prompts: PromptSet) -> None:
         """Restore what a checkpoint had taken for later steps. ``prompts``: all, to find them by their ids."""

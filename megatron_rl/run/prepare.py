@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -29,7 +29,6 @@ from megatron_rl.config.model_rules import (
 )
 from megatron_rl.config.objective import label_of, parts_without_effect, user_functions
 from megatron_rl.config.recipe import has_mismatch, section_problems
-from megatron_rl.config.sections import BatchConfig
 from megatron_rl.data import PromptSet, check_source, check_vocabulary, load_tokenizer, load_train, load_validation
 from megatron_rl.errors import InputError, shown
 from megatron_rl.model.architecture import (
@@ -228,7 +227,6 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
         trial = rewarder.try_on(first)
         about_data = [
             _data_line(train, validation, recipe.data.prompt.max_length, recipe.validation.limit),
-            *(("repeats", note) for note in _repeats(recipe.batch, recipe.data.weights, train)),
             *_trial_lines(trial, _ends(recipe.model.path, recipe.rollout.stop_token_ids, tokenizer), tokenizer),
         ]
         report = [*checked.report, *notes, *about_data]
@@ -260,7 +258,7 @@ def report(
         lines = check_recipe(recipe, world_size, offline=True).report
         return lines if can_tokenize else [*lines, ("not tried", "prompts and reward: transformers is not installed")]
     with prepare(recipe, world_size) as prepared:
-        there = [*_golds(prepared), *_conversations(prepared), *_run_there(prepared)]
+        there = [*_golds(prepared), *_run_there(prepared)]
     if free_gib is not None:
         from megatron_rl.learner.compare_logits import witness
 
@@ -276,21 +274,6 @@ def _golds(prepared: Prepared) -> list[tuple[str, str]]:
     lines = prepared.rewarder.unmet(sample)
     more = [f"and {len(lines) - SHOWN_SOURCES} more"] if len(lines) > SHOWN_SOURCES else []
     return [("golds", f"of {len(sample)} tried: {'; '.join([*lines[:SHOWN_SOURCES], *more])}")] if lines else []
-
-
-def _conversations(prepared: Prepared) -> list[tuple[str, str]]:
-    """How conversations of `rollout.function` go without an engine."""
-    recipe, vocab_size = prepared.recipe, prepared.checked.architecture.vocab_size
-    if recipe.rollout.function is None:
-        return []
-    from megatron_rl.rollout.conversation import load_talk
-    from megatron_rl.rollout.generator import Sampling
-    from megatron_rl.rollout.rehearsal import rehearse
-
-    talk = load_talk(recipe.rollout.function, prepared.tokenizer)
-    stops = resolve_stop_token_ids(recipe.rollout.stop_token_ids, recipe.model.path)
-    prompt, sampling = prepared.train.first_of_each_source()[0], Sampling.from_config(recipe.rollout)
-    return [("turns", rehearse(talk, prompt, sampling, stops, vocab_size))]
 
 
 def _run_there(prepared: Prepared) -> list[tuple[str, str]]:
@@ -330,27 +313,6 @@ def _trial_lines(trial: Trial, ends: str, tokenizer: Any) -> list[tuple[str, str
         ("answer", _short(trial.prompt.answer)),
         ("reward", value if trial.reward > 0 else f"{value}: a right answer is not rewarded"),
     ]
-
-
-def _repeats(batch: BatchConfig, weights: Mapping[str, float] | None, train: PromptSet) -> list[str]:
-    """What to say where a step asks for a prompt more than once. Each time it is sampled with other random numbers."""
-    again = "; each is sampled anew, but its groups count as if they were different prompts"
-    repeats = []
-    for name, rows in train.rows_of_names(list(weights)).items() if weights else ():
-        asked = weights[name] / sum(weights.values()) * batch.prompts_of_a_round
-        if len(rows) and asked > len(rows):
-            repeats.append(
-                f"data.train: source {name} has {len(rows)} prompts, and a step asks for about {asked:.0f} of its "
-                f"(weight {weights[name]:g}): each comes up to {math.ceil(asked / len(rows))} times in a step{again}. "
-                "Lower its weight or batch.prompts, or add data"
-            )
-    most = batch.prompts_of_a_round * batch.max_generations
-    if not repeats and batch.filter_groups and most > len(train):
-        repeats.append(
-            f"batch.max_generations: a step may ask for {most} prompts, and data.train has {len(train)}: later rounds "
-            f"then ask for prompts again{again}"
-        )
-    return repeats
 
 
 def _ends(model: Path, stop_token_ids: list[int] | None, tokenizer: Any) -> str:

@@ -15,11 +15,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rl.checkpoint.hf_folder import HFFolder, model_shapes
+from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config.learner import PrecisionConfig
 from megatron_rl.config.rollout import TOKEN_VARIABLE, RolloutConfig, ServersConfig
 from megatron_rl.errors import InputError
-from megatron_rl.model.architecture import read_architecture
 from megatron_rl.process.host import write_whole
 from megatron_rl.rollout.servers.wire import Load
 
@@ -138,9 +137,7 @@ def agreed_settings(
     precision: PrecisionConfig,
 ) -> dict[str, Any]:
     """The part of a recipe that decides what a server's responses mean; JSON values. No engine, no vLLM."""
-    shapes = sorted((name, list(shape)) for name, shape in model_shapes(read_architecture(model_path)).items())
     return {
-        "model": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
         "config": _digest_of_config(model_path / CONFIG_FILE),
         "weights": _digest_of_files(HFFolder(model_path).files),
         "dtype": config.dtype,

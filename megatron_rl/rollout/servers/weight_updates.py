@@ -241,7 +241,7 @@ class WeightFolder:
 
     def __init__(self, parent: Path, run_dir: Path) -> None:
         run = str(run_dir.resolve())
-        self._parent, self._made_parent, self._written = parent, not parent.exists(), 0
+        self._written = 0
         self.root = parent / f"megatron_rl-{run_dir.name}-{hashlib.sha256(run.encode()).hexdigest()[:12]}"
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -290,11 +290,8 @@ class WeightFolder:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove the run's own subfolder, and ``parent`` where this object made it and nothing else is in it."""
+        """Remove the run's own subfolder."""
         shutil.rmtree(self.root, ignore_errors=True)
-        if self._made_parent:
-            with contextlib.suppress(OSError):  # another run is using it, or it is gone
-                self._parent.rmdir()
 
 
 class WeightUpdates:

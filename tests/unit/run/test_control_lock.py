@@ -13,7 +13,7 @@ import time
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.run.control import RunLock
+from megatron_rl.run.control import RunLock, _boot_id
 from tests.support.tiny import REPOSITORY
 
 HOLDER = """
@@ -60,23 +60,17 @@ def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path, holder):
     lock.release()
 
 
-def test_on_a_file_system_without_locks_the_process_itself_is_looked_for(tmp_path, holder, monkeypatch):
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_holder_that_no_lock_tells_of_is_known_by_its_signs_of_life(tmp_path, has_locks, monkeypatch):
+    """It is on another host, or on a file system without locks."""
+
     def none(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("megatron_rl.run.control.fcntl.flock", none)
-    with pytest.raises(InputError, match=f"in use by process {holder.pid}"):
-        quick(tmp_path / "LOCK").acquire()
-    holder.kill()
-    holder.wait()
-    lock = quick(tmp_path / "LOCK")
-    assert "did not end in order" in lock.acquire()
-    lock.release()
-
-
-def test_a_holder_on_another_host_is_known_by_its_signs_of_life(tmp_path):
+    if not has_locks:
+        monkeypatch.setattr("megatron_rl.run.control.fcntl.flock", none)
     path, stop = tmp_path / "LOCK", threading.Event()
-    owner = {"host": "far", "pid": 7, "boot": "another", "started": "1", "beat": "0"}
+    owner = {"host": "far", "pid": 7, "boot": "another" if has_locks else _boot_id(), "beat": "0"}
     path.write_text(json.dumps(owner))
 
     def beat():

@@ -13,7 +13,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.run.identity import keep_recipe
 from megatron_rl.run.prepare import check_recipe, in_steps, prepare, report
-from tests.support.tiny import DATA, MODEL, REPOSITORY, tiny_recipe
+from tests.support.tiny import MODEL, REPOSITORY, tiny_recipe
 
 LARGE = REPOSITORY / "recipes" / "exact" / "grpo-qwen3-30b-a3b-4n8g-tp2ep8-exact.yaml"
 
@@ -75,15 +75,6 @@ def test_a_schedule_is_held_against_the_steps_of_its_epochs():
         in_steps(recipe, 2 * recipe.batch.prompts)
 
 
-@pytest.mark.parametrize(
-    ("validation", "due"),
-    [({"every": 2}, [0, 2, 4]), ({"every": 2, "at_start": False}, [2, 4]), ({"at_start": True}, [0]), ({}, [])],
-)
-def test_when_a_run_validates(validation, due):
-    recipe = tiny_recipe(validation={"every": 0, **validation}, data={"validation": str(DATA / "validation.jsonl")})
-    assert [step for step in range(5) if recipe.validation.is_due(step)] == due
-
-
 def test_rows_that_repeat_a_problem_are_counted(tmp_path):
     file = tmp_path / "mine.jsonl"
     rows = [{"problem": f"^{i % 7}=", "answer": "3"} for i in range(18)]
@@ -117,25 +108,6 @@ def test_what_train_would_go_on_from_is_shown_or_refused(tmp_path):
     assert dict(report(recipe, 1))["there"].endswith(" goes on from step 0")
     with pytest.raises(InputError, match="\n  seed: 0 → 5\n"):
         report(tiny_recipe(run_root=str(tmp_path), seed=5), 1)
-
-
-def test_prompts_that_a_step_repeats_are_said(tmp_path):
-    paths = []
-    for name, count in (("few", 3), ("many", 30)):
-        paths.append(tmp_path / f"{name}.jsonl")
-        paths[-1].write_text("".join(json.dumps({"problem": f"^{i}=", "answer": "3"}) + "\n" for i in range(count)))
-    common = {"batch": {"prompts": 8}, "run_root": str(tmp_path)}
-
-    def said(weights, **sections):
-        train = [{"path": str(path), "weight": weight} for path, weight in zip(paths, weights, strict=True)]
-        return dict(report(tiny_recipe(data={"train": train}, **{**common, **sections}), 1)).get("repeats")
-
-    assert said((3, 1)).startswith(
-        "data.train: source few has 3 prompts, and a step asks for about 6 of its (weight 3)"
-    )
-    assert said((3, 5)) is None
-    rounds = {"prompts": 8, "filter_groups": True, "max_generations": 5}
-    assert said((None, None), batch=rounds).startswith("batch.max_generations: a step may ask for 40 prompts, and ")
 
 
 def test_what_is_in_the_model_folder_is_shown(tmp_path):
