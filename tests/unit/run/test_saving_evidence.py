@@ -108,27 +108,44 @@ def test_without_an_alarm_the_newest_stay(tmp_path):
     assert len(list(run.directory.batches.iterdir())) == 8, "arrays of deleted batches are left"
 
 
-def test_an_alarm_keeps_the_batches_before_it_and_a_checkpoint_from_before_its_onset(tmp_path):
+LAST = [56, 57, 58, 59]
+
+
+@pytest.mark.parametrize(
+    ("alarms", "kept", "pinned"),
+    [
+        ({22: ("reward-drop", 17)}, [19, 20, 21, 22], 15),
+        ({22: ("policy-jump", 20)}, [19, 20, 21, 22], 15),
+        ({12: ("update-size", 10), 22: ("reward-drop", 17)}, [19, 20, 21, 22], 15),
+        ({8: ("reward-errors", 8), 22: ("reward-drop", 17)}, [19, 20, 21, 22], 15),
+        ({33: ("mismatch-growth", 2)}, [30, 31, 32, 33], 25),
+        (
+            {1: ("no-signal", 0), 3: ("no-gradient", 0), 28: ("reward-drop", 24), 40: ("truncated", 31)},
+            [0, 1, 25, 26, 27, 28],
+            20,
+        ),
+    ],
+    ids=[
+        "the newest before the onset",
+        "that of the onset itself is not from before it",
+        "a risk keeps nothing",
+        "one failed reward keeps nothing",
+        "none is from before the onset: the oldest",
+        "before the first checkpoint the pin is left to the next; two alarms at most keep batches",
+    ],
+)
+def test_an_alarm_keeps_the_batches_before_it_and_a_checkpoint_from_before_its_onset(tmp_path, alarms, kept, pinned):
     run = a_run(tmp_path, **EVERY_5, **FOUR)
-    steps(run, 60, {22: ("reward-drop", 17)})
-    assert batches(run) == [19, 20, 21, 22, 56, 57, 58, 59]
-    assert checkpoints(run) == [15, 55, 60]
-    assert [line for line in run.said if "evidence" in line] == [
-        "evidence of reward-drop: batches of steps 19 to 22 stay; step_00000015 stays, the newest from before step 17"
-    ]
-
-
-def test_a_checkpoint_of_the_onset_itself_is_not_from_before_it(tmp_path):
-    run = a_run(tmp_path, **EVERY_5, **FOUR)
-    steps(run, 60, {22: ("policy-jump", 20)})
-    assert checkpoints(run) == [15, 55, 60]
-
-
-def test_a_warning_of_a_risk_keeps_nothing(tmp_path):
-    run = a_run(tmp_path, **EVERY_5, **FOUR)
-    steps(run, 60, {12: ("update-size", 10), 22: ("reward-drop", 17)})
-    assert batches(run) == [19, 20, 21, 22, 56, 57, 58, 59]
-    assert checkpoints(run) == [15, 55, 60]
+    steps(run, 60, alarms)
+    assert batches(run) == [*kept, *LAST]
+    assert checkpoints(run) == [pinned, 55, 60]
+    (line,) = [line for line in run.said if "stay; " in line and f"step_000000{pinned}" in line]
+    (alarm, onset) = max(alarms.items())[1] if len(alarms) < 4 else alarms[28]
+    age = "the newest from before" if pinned < onset else "the oldest there is, none is from before"
+    assert line == (
+        f"evidence of {alarm}: batches of steps {kept[-4]} to {kept[-1]} stay; step_000000{pinned} stays, {age} step "
+        f"{onset}"
+    )
 
 
 def test_the_evidence_stays_over_resumes_and_later_alarms(tmp_path):
@@ -163,32 +180,12 @@ def test_batches_of_the_steps_to_come_push_none_out(tmp_path):
     ]
 
 
-def test_where_none_is_from_before_the_onset_the_oldest_stays(tmp_path):
-    run = a_run(tmp_path, **EVERY_5, **FOUR)
-    steps(run, 60, {33: ("mismatch-growth", 2)})
-    assert checkpoints(run) == [25, 55, 60]
-    assert any("step_00000025 stays, the oldest there is, none is from before step 2" in line for line in run.said)
-
-
-def test_an_alarm_before_the_first_checkpoint_leaves_the_pin_to_the_next(tmp_path):
-    run = a_run(tmp_path, **EVERY_5, **FOUR)
-    steps(run, 60, {1: ("no-signal", 0), 3: ("no-gradient", 0), 28: ("reward-drop", 24), 40: ("truncated", 31)})
-    assert checkpoints(run) == [20, 55, 60]
-    assert batches(run) == [0, 1, 25, 26, 27, 28, 56, 57, 58, 59], "two alarms at most keep batches"
-
-
 def test_a_checkpoint_deleted_by_hand_leaves_room_for_that_of_the_next_alarm(tmp_path):
     run = a_run(tmp_path, **EVERY_5, **FOUR)
     steps(run, 30, {22: ("reward-drop", 17)})
     manifest.delete(run.directory.checkpoints / checkpoint_name(15))
     steps(run, 60, {42: ("reward-drop", 37)})
     assert checkpoints(run) == [35, 55, 60]
-
-
-def test_one_failed_reward_uses_nothing_up(tmp_path):
-    run = a_run(tmp_path, **EVERY_5, **FOUR)
-    steps(run, 60, {8: ("reward-errors", 8), 22: ("reward-drop", 17)})
-    assert checkpoints(run) == [15, 55, 60]
 
 
 def test_a_save_under_way_neither_deletes_the_pin_nor_misses_it(tmp_path):
