@@ -194,18 +194,6 @@ def _fill(model: GPTModel, tensors: dict[str, Any]) -> None:
         raise RuntimeError(f"the checkpoint lacks {missing} and has {list(result.unexpected_keys)} beside the model's")
 
 
-__all__ = [
-    "CONTENT_METADATA",
-    "WEIGHTS_FILE",
-    "PendingSave",
-    "SaveError",
-    "begin_save",
-    "damage",
-    "load_checkpoint",
-    "load_weights",
-    "save_checkpoint",
-]
-
 _FORMAT = ("torch_dist", 1)  # backend and version, in metadata.json
 # megatron-core 0.19 has two planners, and takes NVIDIA's resiliency extension unless told.
 _OWN_PLAN = {"async_strategy": "mcore"}
@@ -224,27 +212,6 @@ class SaveError(Fault):
         return not isinstance(self.__cause__, TypeError | AttributeError | LookupError | AssertionError)
 
 
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    model: GPTModel,
-    optimizer: MegatronOptimizer,
-    trainer_state: dict[str, Any],
-    values: Values = as_it_is,
-    *,
-    keep_last: int = 0,
-    protected: Collection[int] = (),
-) -> Path:
-    """Write ``folder/step_…`` (every rank calls it) and return its path. An existing one of that step is replaced.
-
-    ``values``: see `sharded_state`.
-    Then deletes all older checkpoints but the newest ``keep_last`` (0 keeps all) and those of the steps ``protected``.
-    Raises `SaveError` on every rank where one of them could not write its part.
-    """
-    kept = {"keep_last": keep_last, "protected": protected}
-    return begin_save(folder, step, model, optimizer, trainer_state, values, in_background=False, **kept).finish()
-
-
 def begin_save(
     folder: Path,
     step: int,
@@ -257,10 +224,12 @@ def begin_save(
     protected: Collection[int] = (),
     in_background: bool = True,
 ) -> PendingSave:
-    """As `save_checkpoint`, but nothing is published or deleted before `PendingSave.finish`. Collective.
+    """Begin to write ``folder/step_…``, an existing one of which is replaced; `PendingSave.finish` publishes it, and
+    deletes all older checkpoints but the newest ``keep_last`` (0 keeps all) and those of the steps ``protected``.
+    Collective. Raises `SaveError` on every rank where one of them could not write its part.
 
-    ``in_background``: a thread writes a copy of the state in host memory, so that training may go on. Otherwise
-    `PendingSave.finish` writes the state itself, which must not change until then.
+    ``values``: see `sharded_state`. ``in_background``: a thread writes a copy of the state in host memory, so that
+    training may go on. Otherwise `PendingSave.finish` writes the state itself, which must not change until then.
     """
     final = Path(folder) / checkpoint_name(step)
     partial = manifest.partial_path(final)

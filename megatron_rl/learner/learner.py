@@ -477,7 +477,7 @@ class Learner:
 
     def save(self, folder: Path, state: dict[str, Any], keep_last: int = 0, protected: Collection[int] = ()) -> Path:
         """Checkpoint of this step. ``state``: what the loop wants back from `load`; JSON-able. See
-        `save.save_checkpoint` for what is kept of the older ones, and for `SaveError`."""
+        `save.begin_save` for what is kept of the older ones, and for `SaveError`."""
         return self.begin_save(folder, state, keep_last, protected, in_background=False).finish()
 
     def begin_save(
