@@ -1,13 +1,6 @@
-"""vLLM on a CPU: a faster sampler, faster norms, and less book-keeping for each token and request.
+"""vLLM on a CPU: a sampler that draws as exact mode does, faster norms, and what its kernels leave out.
 
-A decoding step of a small model spends as much time in Python as in kernels, and nothing else runs meanwhile. Each
-change gives the common case a short way; every other case calls vLLM's own code.
-
-*A slot for the next token.* Where a request's last block has room, no block is allocated, freed or put into the prefix
-cache. vLLM 0.30 calls eight functions to find that out.
-
-*The log-prob of one sampled token* is appended to flat lists. vLLM iterates over all positions and candidates. The
-sampler also skips the 0 most probable others and the count of more probable tokens.
+*The log-prob of one sampled token* is gathered alone, without a count of more probable tokens.
 
 *One uniform random number per token.* vLLM samples a seeded request by argmax over v of p_v / q_v, q_v ~ Exp(1) drawn
 for the whole vocabulary from the request's own torch generator: V numbers of about 20 ns each for one token. Here the
@@ -35,61 +28,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from vllm import _custom_ops, ir
-from vllm.logprobs import FlatLogprobs
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.engine.logprobs import LogprobsProcessor
-from vllm.v1.outputs import LogprobsLists, LogprobsTensors
-from vllm.v1.request import Request
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops import topk_topp_sampler as vllm_sampler
 from vllm.v1.sample.sampler import Sampler
 
-_allocate_slots = KVCacheManager.allocate_slots  # vLLM's
-_attend = _custom_ops.cpu_attention_with_kv_cache
-_update_sample_logprobs = LogprobsProcessor._update_sample_logprobs
-
-
-def install_bookkeeping() -> None:
-    """Put this into vLLM's scheduler and its processing of outputs, if they are in this process."""
-    KVCacheManager.allocate_slots = allocate_slots
-    LogprobsProcessor._update_sample_logprobs = update_sample_logprobs
-
-
-def allocate_slots(
-    self: KVCacheManager, request: Request, num_new_tokens: int, *positional: Any, **options: Any
-) -> KVCacheBlocks | None:
-    """Blocks that a request needs for ``num_new_tokens`` more tokens; None where there are not enough.
-
-    The short way is for one token that has room in an existing block and does not complete it, because complete blocks
-    go into the prefix cache. There must be no drafts and no blocks from elsewhere, and the model must have one kind of
-    cache whose blocks are all kept.
-    """
-    if num_new_tokens == 1 and not positional and not any(options.values()):
-        managers = self.coordinator.single_type_managers
-        if len(managers) == 1 and type(manager := managers[0]) is FullAttentionManager:
-            size, num_tokens = manager.block_size, request.num_computed_tokens + 1
-            blocks = manager.req_to_blocks.get(request.request_id, ())
-            if num_tokens % size and len(blocks) * size >= num_tokens:
-                return self.empty_kv_cache_blocks
-    return _allocate_slots(self, request, num_new_tokens, *positional, **options)
-
-
-def update_sample_logprobs(self: LogprobsProcessor, new: LogprobsLists) -> None:
-    """Append the log-probs ``new`` of a step to the request's. The short way: one position, the sampled token alone."""
-    tokens, logprobs, ranks, _ = new
-    kept = self.logprobs
-    if tokens.shape != (1, 1) or type(kept) is not FlatLogprobs or self.tokenizer is not None:
-        return _update_sample_logprobs(self, new)
-    logprob, position = logprobs.item(), len(kept.logprobs)
-    self.cumulative_logprob += logprob
-    kept.start_indices.append(position)
-    kept.end_indices.append(position + 1)
-    kept.token_ids.append(tokens.item())
-    kept.logprobs.append(logprob)
-    kept.ranks.append(ranks.item())
-    kept.decoded_tokens.append(None)
+_attend = _custom_ops.cpu_attention_with_kv_cache  # vLLM's
 
 
 PROVIDER = "megatron_rl_cpu"

@@ -382,7 +382,6 @@ if current_platform.is_cpu():
     cpu_engine.install_rotary()
     cpu_engine.install_sinks()
     install_group_names()
-    cpu_engine.install_bookkeeping()
 for backend, engine in ((STREAM_BACKEND, StreamWeightTransfer), (SERVER_BACKEND, ServerWeightTransfer)):
     if backend not in WeightTransferEngineFactory._registry:  # a re-import must not raise
         WeightTransferEngineFactory.register_engine(backend, engine)

@@ -155,9 +155,6 @@ async def _serve(recipe: Recipe, device: str, name: str, token: str, listener: s
     engine_config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
     if device == "cpu":
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform asks for spawn
-        from megatron_rl.rollout import cpu_engine
-
-        cpu_engine.install_bookkeeping()  # outputs are processed here, not where the worker extension is
     engine = AsyncLLM.from_vllm_config(engine_config, disable_log_stats=True)
     published = None
     try:
