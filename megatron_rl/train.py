@@ -100,9 +100,7 @@ def sample(run: Run, step: int) -> tuple[list[Group], dict[str, float]]:
             break
     counts = merged_scores(shares).metrics
     if recipe.rollout.max_staleness:
-        staleness = staleness_metrics(sampled, run.learner.num_updates)
-        run.ahead.check_staleness(step, staleness)
-        counts |= staleness
+        counts |= staleness_metrics(sampled, run.learner.num_updates)
     return complete[: batch.prompts], counts | group_metrics(sampled, batch.filter_metric)
 
 
@@ -112,11 +110,7 @@ def sample_unscored(run: Run, step: int) -> tuple[list[Group], dict[str, float]]
     with run.monitor.phase("generate") as span:
         groups = run.ahead.sample(run.recipe.batch.prompts, step=step, policy_version=version)
         span.tokens = sum(rollout.num_sampled for group in groups for rollout in group.rollouts)
-    if not run.recipe.rollout.max_staleness:
-        return groups, {}
-    staleness = staleness_metrics(groups, version)
-    run.ahead.check_staleness(step, staleness)
-    return groups, staleness
+    return groups, staleness_metrics(groups, version) if run.recipe.rollout.max_staleness else {}
 
 
 def score_batch(run: Run, batch: Batch, groups: list[Group], taken: dict[str, Any]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from megatron_rl.config.sections import BatchConfig
 from megatron_rl.data import MixedSampler, PromptSampler, PromptSet
 from megatron_rl.errors import InputError
 from megatron_rl.process.ranks import gather_objects
-from megatron_rl.rollout import Generator, RolloutError
+from megatron_rl.rollout import Generator
 from megatron_rl.types import Group, Prompt
 
 
@@ -81,12 +81,10 @@ class Lookahead:
         self._num_prompts, self._num_samples = num_prompts, num_samples
         self._max_staleness, self._num_steps, self._refills = max_staleness, num_steps, refills
         self._begun: list[Begun] = []  # in the order of their steps
-        self._versions: dict[int, int] = {}  # by step: of the learner's weights when it began
         self._next: dict[int, dict[str, int]] = {}  # step → prompt id → the lowest `Prompt.occurrence` that is left
 
     def sample(self, num_prompts: int, *, step: int, policy_version: int) -> list[Group]:
         """Responses to the prompts that were taken for ``step``, or to ``num_prompts`` new ones."""
-        self._versions.setdefault(step, policy_version)
         begun = self._begun.pop(0) if self._begun and self._begun[0].step == step else None
         if begun is None:
             begun = Begun(step, self._take(num_prompts, step))
@@ -97,21 +95,6 @@ class Lookahead:
         if not self._refills:
             self.look_ahead(step, policy_version)
         return self._generator.finish(begun.ticket)
-
-    def check_staleness(self, step: int, staleness: dict[str, float]) -> None:
-        """Raise `RolloutError` where a token of ``step`` is older than its batch can be.
-
-        ``staleness``: `staleness_metrics` of the step, the same on every rank.
-        """
-        first = max(step - self._max_staleness, min(self._versions))
-        limit = self._versions[step] - self._versions[first]
-        self._versions = {number: version for number, version in self._versions.items() if number >= first}
-        if staleness.get("rollout/staleness_max", 0) > limit:
-            raise RolloutError(
-                f"step {step}: a token was sampled by weights {staleness['rollout/staleness_max']:.0f} optimizer steps "
-                f"before the learner's; rollout.max_staleness {self._max_staleness} allows {limit}: those of step "
-                f"{first} or later"
-            )
 
     def look_ahead(self, step: int, policy_version: int) -> None:
         """Begin the batches of the steps after ``step``, as many as `max_staleness` allows, from these weights."""

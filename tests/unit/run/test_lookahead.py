@@ -7,7 +7,6 @@ import pytest
 
 from megatron_rl.data import PromptSampler, PromptSet
 from megatron_rl.errors import InputError
-from megatron_rl.rollout import RolloutError
 from megatron_rl.run import lookahead
 from megatron_rl.run.lookahead import Lookahead, staleness_metrics
 from megatron_rl.types import Group, Prompt
@@ -116,37 +115,6 @@ def test_a_prompt_that_is_gone_is_named():
 
 def sampled(*versions: int) -> list[Group]:
     return [Group(PROMPTS[0], [any_response("toy:0/0", len(versions), policy_versions=np.array(versions, np.int32))])]
-
-
-def test_staleness_is_counted_token_by_token_and_bounded_by_the_step_of_the_oldest_weights():
-    """Three updates a step; responses of several policies."""
-    ahead = Lookahead(
-        PromptSampler(PROMPTS, seed=1), Engine(), num_prompts=1, num_samples=1, max_staleness=2, num_steps=NUM_STEPS
-    )
-    for step in range(4):
-        ahead.sample(1, step=step, policy_version=3 * step)
-        oldest = 3 * max(step - 2, 0)
-        measured = staleness_metrics(sampled(oldest, 3 * step, 3 * step), num_updates=3 * step)
-        assert measured == {
-            "rollout/staleness_mean": (3 * step - oldest) / 3,
-            "rollout/staleness_max": 3.0 * step - oldest,
-        }
-        ahead.check_staleness(step, measured)
-    ahead.sample(1, step=4, policy_version=12)
-    with pytest.raises(
-        RolloutError, match=r"step 4: a token was sampled by weights 7 optimizer steps before .* allows 6"
-    ):
-        ahead.check_staleness(4, staleness_metrics(sampled(12, 5), num_updates=12))
-
-
-def test_a_resumed_run_has_nothing_older_than_its_own_weights():
-    ahead = Lookahead(
-        PromptSampler(PROMPTS, seed=1), Engine(), num_prompts=1, num_samples=1, max_staleness=2, num_steps=NUM_STEPS
-    )
-    ahead.sample(1, step=5, policy_version=7)
-    ahead.check_staleness(5, staleness_metrics(sampled(7), num_updates=7))
-    with pytest.raises(RolloutError, match="allows 0: those of step 5 or later"):
-        ahead.check_staleness(5, staleness_metrics(sampled(6), num_updates=7))
 
 
 def test_staleness_is_of_the_responses_of_all_ranks(monkeypatch):
