@@ -164,10 +164,9 @@ class RolloutConfig(Section):
     prompts faster, and take memory for activations. null: vLLM's own choice."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share one engine. The other ranks have engines of their own, and prompts are dealt out to all."""
-    all_reduce: Literal["custom", "nccl", "flashinfer"] = "custom"
+    all_reduce: Literal["custom", "nccl"] = "custom"
     """What adds up the parts of an engine's ranks on GPUs. `custom`: vLLM's own kernel for up to 8 MiB on GPUs that
-    reach each other's memory, else NCCL. `nccl`: NCCL alone. `flashinfer`: also FlashInfer's kernels, with the norm
-    that follows, and symmetric memory; they are compiled when first needed, with nvcc. See docs/precision.md."""
+    reach each other's memory, else NCCL. `nccl`: NCCL alone. See docs/precision.md."""
     kv_cache_gib: PositiveFloat | None = None
     """Memory of one engine's key/value cache in GiB. null: 0.25 on a CPU, else what `gpu_memory_utilization` leaves."""
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1)

@@ -111,7 +111,7 @@ def sums_on_cuda(config: RolloutConfig) -> dict[str, Any]:
     """
     return {
         "disable_custom_all_reduce": config.all_reduce == "nccl",
-        "compilation_config": {"pass_config": {"fuse_allreduce_rms": config.all_reduce == "flashinfer"}},
+        "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
         "kernel_config": {"enable_flashinfer_autotune": False},
     }
 

@@ -37,27 +37,24 @@ def settle_sums(config: RolloutConfig, device: str) -> None:
     if problem := sharing_problem(config, torch.cuda.device_count()):
         raise InputError(problem)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # so that a server's other processes keep the choice
-    choose_kernels(config.all_reduce)
+    choose_kernels()
 
 
-def choose_kernels(all_reduce: str) -> None:
+def choose_kernels() -> None:
     """Settle, before an engine starts, what vLLM would decide by what it finds on a node.
 
-    ``all_reduce``: `rollout.all_reduce`. Unless it asks for FlashInfer, vLLM is told that there is none: it would use
-    it where nvcc is on PATH (utils/flashinfer.py: has_flashinfer), for sums, and for latent attention's rotations and
-    prompts. DeepGEMM's fp8 products are compiled with nvcc as well. Processes that are forked later keep the choice.
+    vLLM is told that there is no FlashInfer: it would use it where nvcc is on PATH (utils/flashinfer.py:
+    has_flashinfer), for sums, and for latent attention's rotations and prompts. DeepGEMM's fp8 products are compiled
+    with nvcc as well. Processes that are forked later keep the choice.
     """
-    wanted = all_reduce == "flashinfer"
     os.environ.update(
-        VLLM_ALLREDUCE_USE_FLASHINFER=str(int(wanted)),
-        VLLM_ALLREDUCE_USE_SYMM_MEM=str(int(wanted)),
+        VLLM_ALLREDUCE_USE_FLASHINFER="0",
+        VLLM_ALLREDUCE_USE_SYMM_MEM="0",
         VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC="0",
         VLLM_USE_NCCL_SYMM_MEM="0",
         VLLM_USE_DEEP_GEMM="0",
         VLLM_MOE_USE_DEEP_GEMM="0",
     )
-    if wanted:
-        return
     importlib.import_module("vllm.utils.flashinfer")
     for module in list(sys.modules.values()):  # those that have imported the function have it under their own name
         if getattr(module, "__name__", "").startswith("vllm.") and "has_flashinfer" in vars(module):

@@ -77,14 +77,13 @@ def test_expandable_segments_are_off_for_the_engines_memory(name, monkeypatch):
     assert {known for known in os.environ if known.endswith("_ALLOC_CONF")} == {name}
 
 
-@pytest.mark.parametrize("all_reduce", ["custom", "nccl", "flashinfer"])
-def test_kernels_are_what_the_recipe_says_and_not_what_a_node_has(all_reduce, monkeypatch):
+def test_kernels_are_not_what_a_node_has(monkeypatch):
     from vllm import envs
     from vllm.utils import flashinfer
     from vllm.v1.attention.backends.mla import flashinfer_mla_sparse  # noqa: F401 - imported before the choice
 
     for name in ("VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_USE_DEEP_GEMM"):
-        monkeypatch.setenv(name, "1")  # the recipe counts
+        monkeypatch.setenv(name, "1")
     for name in ("VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC", "VLLM_USE_NCCL_SYMM_MEM", "VLLM_MOE_USE_DEEP_GEMM"):
         monkeypatch.setenv(name, "1")
     having = [m for m in sys.modules.values() if getattr(m, "__name__", "").startswith("vllm.") and hasattr(m, FOUND)]
@@ -94,11 +93,11 @@ def test_kernels_are_what_the_recipe_says_and_not_what_a_node_has(all_reduce, mo
     assert len(having) > 1
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    process_state.settle_sums(RolloutConfig(all_reduce=all_reduce), "cuda")
+    process_state.settle_sums(RolloutConfig(), "cuda")
     assert envs.VLLM_WORKER_MULTIPROC_METHOD == "fork"
-    wanted = all_reduce == "flashinfer"
-    assert {getattr(module, FOUND)() for module in having} == {wanted}
-    assert envs.VLLM_ALLREDUCE_USE_FLASHINFER == envs.VLLM_ALLREDUCE_USE_SYMM_MEM == wanted
+    assert {getattr(module, FOUND)() for module in having} == {False}
+    assert not envs.VLLM_ALLREDUCE_USE_FLASHINFER
+    assert not envs.VLLM_ALLREDUCE_USE_SYMM_MEM
     never = ("ALLREDUCE_USE_FLASHINFER_PCIE_IPC", "USE_NCCL_SYMM_MEM", "USE_DEEP_GEMM", "MOE_USE_DEEP_GEMM")
     assert [getattr(envs, f"VLLM_{name}") for name in never] == [False] * 4
 
@@ -115,7 +114,6 @@ SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segment
         ({"all_reduce": "nccl"}, 1, SEGMENTS, None),
         ({"tensor_parallel": 1}, 1, SEGMENTS, None),
         ({}, 8, SEGMENTS, "PYTORCH_CUDA_ALLOC_CONF is max_split.*take expandable_segments out"),
-        ({"all_reduce": "flashinfer"}, 8, SEGMENTS, "all_reduce: flashinfer with rollout.tensor_parallel: 2"),
         ({}, 8, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None),
         ({"enforce_eager": True}, 8, SEGMENTS, None),
     ],
