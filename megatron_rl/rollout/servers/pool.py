@@ -103,13 +103,13 @@ class Members:
     def doubt(self, member: Member) -> None:
         member.doubt = member.doubt or (member.updates, member.looks)
 
-    @staticmethod
-    def reconsider(member: Member) -> None:
+    def reconsider(self, member: Member) -> None:
         """Use ``member`` again where it took an update since a request failed, or a look at it began and ended."""
         if member.doubt is not None:
             updates, looks = member.doubt
             if member.updates > updates or member.looks > looks + 1:
                 member.doubt = None
+                self.note()
 
     def share_ended(self, number: int) -> None:
         """This rank asks nothing more for batch ``number``, nor for those before."""
