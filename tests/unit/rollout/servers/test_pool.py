@@ -381,3 +381,46 @@ def test_what_ends_the_search_for_servers_ends_the_waiting():
         return True
 
     assert play(world, scene, PATIENT, discover=discover)[0]
+
+
+@pytest.mark.parametrize(
+    ("updates", "looks", "is_used"), [(0, 0, False), (0, 1, False), (0, 2, True), (1, 0, True)], ids=str
+)
+def test_a_server_that_failed_a_request_is_used_after_an_update_or_a_look_that_began_since(updates, looks, is_used):
+    """The first look that ends may have begun before the request failed."""
+
+    async def scene(pool):
+        await pool.start(1)
+        member = pool.members["a"]
+        pool.keeper.cancel()
+        await pool.suspect(member, ServerLost("no answer in time"))
+        member.updates, member.looks = member.updates + updates, member.looks + looks
+        pool.reconsider(member)
+        return member in pool.ready
+
+    assert play(World(), scene, names=("a",))[0] is is_used
+
+
+def test_a_look_tells_of_a_server_that_failed_a_request_at_once_and_nothing_of_one_that_was_updated_meanwhile():
+    world = World()
+
+    async def scene(pool):
+        await pool.start(2)
+        pool.keeper.cancel()
+        a, b = pool.members["a"], pool.members["b"]
+        await pool.suspect(a, ServerLost("no answer in time"))
+        world.hanging.add("a")
+        await pool._look_after(a)
+        settings = b.client.settings
+
+        async def meanwhile():
+            pool.weights, said = Weights(1), await settings()
+            await b.client.push(Weights(1))
+            pool.took(b, 1)
+            return said
+
+        b.client.settings, b.doubt = meanwhile, (b.updates, b.looks)
+        await pool._look_after(b)
+        return a.lost, (b.version, b.updates, b.doubt)
+
+    assert play(world, scene)[0] == ("no answer", (1, 2, None))
