@@ -414,10 +414,11 @@ def test_a_look_tells_of_a_server_that_failed_a_request_at_once_and_nothing_of_o
         settings = b.client.settings
 
         async def meanwhile():
-            pool.weights, said = Weights(1), await settings()
+            pool.weights = Weights(1)
             await b.client.push(Weights(1))
             pool.took(b, 1)
-            return said
+            assert b in pool.ready
+            return await settings()
 
         b.client.settings, b.doubt = meanwhile, (b.updates, b.looks)
         await pool._look_after(b)
