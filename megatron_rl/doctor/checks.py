@@ -23,6 +23,7 @@ class Setting:
 
     ``ranks``: processes of a check between ranks, the node's GPUs or `CPU_RANKS`. ``shared``: a folder that all nodes
     should see. ``recipe``: what is to be run here; None: nothing in particular. ``scratch``: this check's own folder.
+    ``wait_s``: for a peer, a part of the check's time.
     """
 
     device: str  # "cpu" or "cuda"
@@ -31,6 +32,7 @@ class Setting:
     recipe: str | None = None
     overrides: list[str] = field(default_factory=list)
     scratch: str = ""
+    wait_s: float = 10.0
     in_job: bool = False  # the ranks are those of a job over several nodes, one process of each at hand
 
     def write(self, path: Path) -> None:
@@ -91,15 +93,15 @@ def not_run(reason: str) -> Outcome:
 class Result:
     """The outcome of one check on one node. ``log``: the end of what it printed, where it failed."""
 
-    name: str
-    question: str
+    check: Check
     outcome: Outcome
     seconds: float
     log: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        entries = {"name": self.name, "question": self.question, **asdict(self.outcome)}
-        return entries | {"seconds": round(self.seconds, 2)} | ({"log": self.log} if self.log else {})
+        check, times = self.check, {"seconds": round(self.seconds, 2), "budget_s": self.check.budget_s}
+        entries = {"name": check.name, "question": check.question, **asdict(self.outcome), **times}
+        return entries | ({"log": self.log} if self.log else {})
 
 
 RanksOf = Literal["one", "node", "job"]
@@ -107,18 +109,18 @@ RanksOf = Literal["one", "node", "job"]
 
 @dataclass(frozen=True)
 class Check:
-    """A check of the doctor: ``function`` (MODULE.FUNCTION of this package), which fails after ``seconds``.
+    """A check of the doctor: ``function`` (MODULE.FUNCTION of this package).
 
-    ``ranks``: one process, one for each rank of the node, or of the job where there is one (else of the node).
-    ``gpu_only``: why the check has nothing to look at without a GPU; empty: it runs without one. ``environment``:
-    variables of its processes. ``port``: where the ranks of a job meet, counted from the job's own port: ranks are not
-    at the same check at the same time.
+    ``budget_s``: its part of ten minutes, see `frame.run_checks`. ``ranks``: one process, one for each rank of the
+    node, or of the job where there is one (else of the node). ``gpu_only``: why the check has nothing to look at
+    without a GPU; empty: it runs without one. ``environment``: variables of its processes. ``port``: where the ranks of
+    a job meet, counted from the job's own port: ranks are not at the same check at the same time.
     """
 
     name: str
+    budget_s: float
     question: str
     function: str
-    seconds: float
     ranks: RanksOf = "one"
     gpu_only: str = ""
     environment: dict[str, str] = field(default_factory=dict)
@@ -129,146 +131,135 @@ class Check:
         return getattr(importlib.import_module(f"megatron_rl.doctor.{module}"), name)
 
 
+# Budgets by arithmetic from an H200 (docs/gpu.md): an engine took 93 s to start, half a minute of it for 51 sizes of
+# graphs, each captured twice. With seven sizes that is 65 s; 25 s where vLLM is imported already is a guess.
+QUICK_S = 20  # the largest budget under --quick
 CHECKS = (
     Check(
         "packages",
+        5,
         "Are the installed versions those of requirements.txt (CPU: requirements-cpu.txt)?",
         "machine.versions",
-        30,
     ),
-    Check("patches", "Is every patch to Megatron-Core applied?", "machine.patches", 60),
+    Check("patches", 5, "Is every patch to Megatron-Core applied?", "machine.patches"),
     Check(
         "driver",
-        "Does every GPU multiply bf16 matrices exactly, without uncorrected ECC errors?",
+        15,
+        "Are GPUs of one kind, whole (no MIG), without uncorrected ECC errors, and does each multiply bf16 exactly?",
         "machine.driver",
-        120,
     ),
-    Check(
-        "gpu-memory",
-        "Does no other process hold GPU memory?",
-        "machine.gpu_memory",
-        60,
-        gpu_only="no GPU",
-    ),
-    Check("shared-memory", "Has /dev/shm 1 GiB free for each rank?", "machine.shared_memory", 30),
-    Check("open-files", "May a process open 8192 files and sockets?", "machine.open_files", 30),
+    Check("gpu-memory", 5, "Does no other process hold GPU memory?", "machine.gpu_memory", gpu_only="no GPU"),
+    Check("shared-memory", 5, "Has /dev/shm 1 GiB free for each rank?", "machine.shared_memory"),
+    Check("open-files", 5, "May a process open 8192 files and sockets?", "machine.open_files"),
     Check(
         "host-memory",
+        5,
         "Does the host have the memory that `plan` says (without RECIPE, 8 GiB a rank; 2 on CPUs)?",
         "machine.host_memory",
-        60,
     ),
     Check(
         "shared-folder",
+        5,
         "Can the folder of runs be written, has it 10 GiB free, and is its clock within 5 s of ours?",
         "machine.shared_folder",
-        60,
+    ),
+    Check(
+        "compilers", 5, "Can caches of compilers be written, and is nvcc here if RECIPE needs it?", "machine.compilers"
     ),
     Check(
         "nodes",
-        "Do all nodes see the folder of runs, with clocks within 5 s?",
+        20,
+        "Do all nodes see the folder of runs, and have InfiniBand?",
         "machine.nodes_together",
-        120,
-        ranks="job",
+        "job",
         port=20,
     ),
     Check(
         "collectives",
+        20,
         "Do ranks exchange the right values, and has every link at least half the median bandwidth of its kind?",
         "rates.collectives",
-        180,
-        ranks="job",
+        "job",
         port=21,
     ),
     Check(
         "binding",
+        10,
         "Does every rank have a GPU of its own?",
         "machine.binding",
-        120,
-        ranks="job",
+        "job",
         gpu_only="no GPU for a rank to have",
         port=22,
     ),
-    Check("fp32", "Does each library multiply fp32 matrices in full, and not as TF32?", "learner.products", 120),
+    Check("fp32", 15, "Does each library multiply fp32 matrices in full, and not as TF32?", "learner.products"),
     Check(
         "attention",
+        10,
         "Does TransformerEngine take fused attention or flash-attn for the heads of RECIPE (else of Qwen3-30B-A3B)?",
         "learner.attention",
-        60,
         gpu_only="no GPU: the learner takes torch's attention",
         environment={"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"},  # its reasons, in the log of a failure
     ),
     Check(
         "experts",
+        25,
         "Is the gradient norm under tensor and expert parallelism that of data parallelism, to 1e-5 in fp32?",
         "learner.experts",
-        120,
-        ranks="node",
+        "node",
     ),
     Check(
         "context",
+        25,
         "Is the gradient under `learner.parallel.context: 2` that of whole sequences (in bf16 to 4 ulp)?",
         "learner.context",
-        120,
-        ranks="node",
+        "node",
     ),
     Check(
         "checkpoint",
+        25,
         "Does a run that is saved and loaded go on as one that is not?",
         "learner.checkpoint",
-        120,
-        ranks="node",
+        "node",
         # As far as kernels can be had that add in a fixed order.
         environment={"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     ),
     Check(
         "engine",
-        "Has vLLM the learner's stream and the kernels for RECIPE's types, and does closing it leave no tensor?",
+        80,
+        "Has vLLM, with CUDA graphs and recorded routes, the learner's stream and log-probs, and known kernels?",
         "engine.built",
-        180,
-        ranks="node",
+        "node",
     ),
     Check(
         "mismatch",
+        95,
         "Is the engine at most 8 times as far from the fp32 learner as the learner is, in each type?",
         "engine.mismatch",
-        240,
     ),
     Check(
         "parity",
+        70,
         "Is every operator of both engines within its bound, on the tiny model and RECIPE's first layers?",
         "engine.parity",
-        300,
     ),
     Check(
         "refit",
+        70,
         "Does vLLM's own checkpoint, sent as an update, change no bit, and do log-probs follow new weights?",
         "engine.refit",
-        180,
-        ranks="node",
+        "node",
     ),
     Check(
         "memory",
+        80,
         "Does each phase of a step take at most the memory that `plan` expects?",
         "engine.memory",
-        180,
         gpu_only="no GPU whose memory could be measured",
-    ),
-    *(
-        Check(
-            f"runner-v{version}",
-            f"Does vLLM's model runner {version} work, with CUDA graphs and recorded routes?",
-            "engine.runner",
-            180,
-            gpu_only="no GPU: vLLM's model runner for CPUs has no second version",
-            environment={"VLLM_USE_V2_MODEL_RUNNER": str(version - 1)},
-        )
-        for version in (2, 1)
     ),
 )
 
 
-RATES = Check("rates", "How fast are products, attention and copies, at the recipe's shapes?", "rates.rates", 180)
+RATES = Check("rates", 180, "How fast are products, attention and copies, at the recipe's shapes?", "rates.rates")
 """Only for `--measure`: it finds no fault."""
 
 

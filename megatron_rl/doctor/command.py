@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.arguments import COUNT, POSITIVE, add_overrides, output_file, output_or_dash
-from megatron_rl.doctor.checks import CHECKS, RATES, Check, Result
+from megatron_rl.doctor.checks import CHECKS, QUICK_S, RATES, Check, Result
 from megatron_rl.errors import EXIT_DONE, EXIT_FAULT, InputError
 
 if TYPE_CHECKING:
     from megatron_rl.doctor.checks import Setting
 
-MINUTES = 10.0
+MINUTES, QUICK_MINUTES = 10.0, 2.0
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +30,9 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
         help="Run this check alone. Give the option again, or commas, for several.",
     )
     parser.add_argument("--list", action="store_true", help="Print the checks and end.")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"Leave out learner and engines; take {QUICK_MINUTES:g} minutes."
+    )
     parser.add_argument(
         "--json",
         nargs="?",
@@ -50,7 +53,9 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
         help="Start this number of processes for checks between ranks (default: the node's GPUs).",
     )
     parser.add_argument(
-        "--minutes", type=POSITIVE, default=MINUTES, help=f"End after this number of minutes (default: {MINUTES:g})."
+        "--minutes",
+        type=POSITIVE,
+        help=f"End after this number of minutes, dealt to the checks (default: {MINUTES:g}).",
     )
     parser.add_argument(
         "--job", action="store_true", help="Run as one rank of a job, and test only what is between nodes."
@@ -73,17 +78,17 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 def run_doctor(options: argparse.Namespace) -> int:
     """Check that this node can run training: packages, patches, driver, network, learner, engines, memory.
 
-        megatron-rl doctor [RECIPE] [--json FILE] [--page FILE]     every check, in under ten minutes
+        megatron-rl doctor [RECIPE] [--json FILE] [--page FILE]     every check, in ten minutes; --quick: in two
         megatron-rl doctor --only NAME,NAME …                       some of them; --list says which there are
         megatron-rl doctor --job --json FILE                        as every rank of a job, under torchrun or srun:
                                                                     what is between nodes
         megatron-rl doctor --merge FILE … --page FILE               one page of several nodes' reports
         megatron-rl doctor [RECIPE] --measure FILE                  write this node's rates for `plan --gpu FILE`
 
-    Each check runs in its own processes with a deadline, so that a check that hangs or crashes does not stop the
-    others. Its result is `pass`, `fail` with the likely fix, or `not run` with the reason. A RECIPE adds checks that
-    depend on its size: the host's memory, attention with its number of heads. `slurm/doctor.sbatch` runs all checks on
-    the nodes of a job.
+    Each check runs in its own processes and has a budget of seconds, so that one that hangs or crashes does not stop
+    the others. Its result is `pass`, `fail` with the likely fix, or `not run` with the reason. With a RECIPE checks ask
+    for what it needs: the host's memory, attention with its heads, nvcc. `slurm/doctor.sbatch` runs all checks on the
+    nodes of a job.
 
     Exit status: 0 no check failed, 1 one did, 2 bad arguments.
     """
@@ -91,7 +96,7 @@ def run_doctor(options: argparse.Namespace) -> int:
 
     if options.list:
         width = max(len(check.name) for check in CHECKS)
-        print("\n".join(f"{check.name:{width}}  {check.question}" for check in CHECKS))
+        print("\n".join(f"{check.name:{width}} {check.budget_s:4g} s  {check.question}" for check in CHECKS))
         return EXIT_DONE
     if options.measure and (options.only or options.merge):
         raise InputError("--measure runs its own checks; leave out --only and --merge")
@@ -112,7 +117,8 @@ def examine(options: argparse.Namespace) -> dict[str, Any] | None:
     from megatron_rl.doctor import report
     from megatron_rl.doctor.frame import run_checks
 
-    checks, setting = choose(options.only, options.job), make_setting(options)
+    checks, setting = choose(options.only, options.job, options.quick), make_setting(options)
+    minutes = options.minutes or (QUICK_MINUTES if options.quick else MINUTES)
     if options.measure:
         links = [check for check in CHECKS if check.name == "collectives"]
         checks = links if options.job else [RATES, *links]
@@ -129,23 +135,23 @@ def examine(options: argparse.Namespace) -> dict[str, Any] | None:
             report.write(report.make([*results, report.unended(check)], setting, start), options.json, None)
 
     start = time.time()
-    results = run_checks(checks, setting, 60 * options.minutes, say, begin)
+    results = run_checks(checks, setting, 60 * minutes, say, begin)
     if options.measure and is_main:
         from megatron_rl.doctor.rates import write_measured
 
-        print(write_measured(options.measure, {result.name: result.outcome for result in results}), file=out)
+        print(write_measured(options.measure, {result.check.name: result.outcome for result in results}), file=out)
     return report.make(results, setting, start) if is_main else None
 
 
-def choose(only: list[str] | None, job: bool) -> list[Check]:
+def choose(only: list[str] | None, job: bool, quick: bool = False) -> list[Check]:
     """Return the selected checks in order. Raises `InputError` for an unknown name."""
     names = [name.strip() for text in only or [] for name in text.split(",")]
     all_names = [check.name for check in CHECKS]
     if unknown := [name for name in names if name not in all_names]:
         raise InputError(f"--only: no check {', '.join(map(repr, unknown))}; there are: {', '.join(all_names)}")
-    if job:
-        return [check for check in CHECKS if check.ranks == "job" and (not names or check.name in names)]
-    return [check for check in CHECKS if not names or check.name in names]
+    chosen = [check for check in CHECKS if not names or check.name in names]
+    chosen = [check for check in chosen if not quick or check.budget_s <= QUICK_S]
+    return [check for check in chosen if not job or check.ranks == "job"]
 
 
 def make_setting(options: argparse.Namespace) -> Setting:

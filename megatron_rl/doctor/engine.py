@@ -1,16 +1,9 @@
-"""Both engines on the tiny model: mismatch by type, weight updates, vLLM's two model runners, memory of a GPU by phase.
-
-One engine is also started as a run does it: the stream beside it, its kernels, what is left when it is closed.
-"""
+"""Both engines on the tiny model: one as a run starts it, mismatch by type, weight updates, a GPU's memory by phase."""
 
 from __future__ import annotations
 
-import gc
-import time
-import weakref
-from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +27,10 @@ PROMPTS, SAMPLES = 16, 4
 # orders and at other places. Wrong weights, positions or masks are off by whole log-probs.
 FACTOR = 8.0
 REFIT_FACTOR = 10.0  # nearer to the new weights than to the old ones, in fp32
-SMALL = ("rollout.gpu_memory_utilization=0.3", "rollout.kv_cache_gib=0.25")
-PAIRS = {"bf16/bf16": "bf16", "bf16/bf16, fp32 head": "bf16", "fp16/fp16": "fp16", "fp32/fp32": "fp32"}
+FEW_GRAPHS = "rollout.max_num_seqs=16"  # of seven sizes, where vLLM takes 51 by itself
+SMALL = ("rollout.gpu_memory_utilization=0.3", "rollout.kv_cache_gib=0.25", FEW_GRAPHS)
+# In bf16 the check `engine` compares. Each is an engine of its own.
+PAIRS = {"bf16/bf16, fp32 head": "bf16", "fp16/fp16": "fp16", "fp32/fp32": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -47,16 +42,12 @@ class Distances:
     po_fp32: float
     rho_std: float
 
-    def row(self) -> dict[str, float]:
-        names = {"|mu - po|": self.mu_po, "|mu - fp32|": self.mu_fp32, "|po - fp32|": self.po_fp32}
-        return names | {"rho_std": self.rho_std}
-
 
 def mismatch(setting: Setting) -> Outcome:
-    """Learner and engine in the same type, and both with the head in fp32."""
+    """Learner and engine in the same type, in bf16 both with the head in fp32."""
     from megatron_rl.learner.learner import Learner
 
-    eager = "rollout.enforce_eager=true"  # CUDA graphs are the runners' checks, and cost half a minute an engine
+    eager = "rollout.enforce_eager=true"  # CUDA graphs are the check `engine`
     reference = Learner(tiny(setting, *overrides({}, "fp32")))
     by_pair: dict[str, Distances] = {}
     for name, dtype in PAIRS.items():
@@ -71,6 +62,7 @@ def mismatch(setting: Setting) -> Outcome:
 
 
 _NO_TRIAL = ("rollout.verify_refit=false",)  # is the check `refit`
+_REPLAYED = "routing.replay=r3"
 
 
 def judge_mismatch(by_pair: dict[str, Distances]) -> Outcome:
@@ -78,30 +70,41 @@ def judge_mismatch(by_pair: dict[str, Distances]) -> Outcome:
 
     In fp32 there is nothing nearer to measure with; an engine whose products are those of TF32 rounds as fp16 does.
     """
-    figures = {"log-probs": {name: distance.row() for name, distance in by_pair.items()}}
+    figures = {"log-probs": {name: asdict(distance) for name, distance in by_pair.items()}}
     for name, distance in by_pair.items():
         allowed = by_pair["fp16/fp16"].po_fp32 if name == "fp32/fp32" else FACTOR * distance.po_fp32
         if not distance.mu_fp32 <= allowed:
-            return failed(
-                f"{name}: the engine's log-probs are {distance.mu_fp32:.2e} from the learner's in fp32, rounding "
-                f"explains {allowed:.2e}",
-                "Look at `packages` and `refit` first, then at `megatron-rl paper mismatch` with more prompts. vLLM "
-                "itself compares attention backends: `vllm serve --attention-backend NAME`.",
-                **figures,
-            )
+            return failed(f"{name}: {_too_far(distance.mu_fp32, allowed)}", WRONG_LOGPROBS, **figures)
     medians = ", ".join(f"{name} {distance.mu_po:.1e}" for name, distance in by_pair.items())
     return passed(f"median |log mu - log po|: {medians}", **figures)
 
 
+WRONG_LOGPROBS = (
+    "Look at `packages` and `refit` first, then at `megatron-rl paper mismatch` with more prompts. vLLM has other "
+    "attention backends (`vllm serve --attention-backend NAME`), and two model runners (VLLM_USE_V2_MODEL_RUNNER=0, 1)."
+)
+
+
+def _too_far(distance: float, allowed: float) -> str:
+    return f"the engine's log-probs are {distance:.2e} from the learner's in fp32, rounding explains {allowed:.2e}"
+
+
 def parity(setting: Setting) -> Outcome:
-    """Every operator of both engines, of exact mode and of transformers, in bf16, against the checkpoint."""
+    """Every operator of both engines, of exact mode and of transformers, in bf16, against the checkpoint.
+
+    With a recipe, in its types those of its model's first layers at full width, too.
+    """
     from megatron_rl.instruments.parity.witnesses import of_recipe
 
     recipe = tiny(setting, *overrides({}, "bf16"), *SMALL, "rollout.dtype=bf16")
-    outcome = judge_parity(compared(of_recipe(recipe)))
+    outcome = judge_parity("the tiny model", compared(of_recipe(recipe)))
     if outcome.status == "fail" or (recipe := planned(setting)) is None:
         return outcome
-    return judge_first_layers(outcome, *first_layers(recipe, setting))
+    which, setup = first_layers(recipe, setting)
+    if setup is None:
+        return passed(f"{outcome.reason}; {which}", **outcome.figures)
+    more = judge_parity(which, compared(setup))
+    return more if more.status == "fail" else passed(f"{outcome.reason}; {more.reason}", **more.figures)
 
 
 def compared(setup: Setup) -> Comparison:
@@ -113,57 +116,40 @@ def compared(setup: Setup) -> Comparison:
     return compare(Checkpoint(setup.model), collect(setup))
 
 
-def first_layers(recipe: Recipe, setting: Setting) -> tuple[Comparison | None, str]:
-    """Compare the first layers of the recipe's model at full width, in its types.
-
-    Returns the comparison and which layers it is of; or None and why the layers could not be compared.
-    """
+def first_layers(recipe: Recipe, setting: Setting) -> tuple[str, Setup | None]:
+    """Which layers of the recipe's model to compare, and their setup; or why there are none, and None."""
     from megatron_rl.instruments.parity import witnesses
     from megatron_rl.instruments.parity.families import FAMILIES
-    from megatron_rl.instruments.parity.witnesses import fewest_layers, first_layers_of
     from megatron_rl.model.architecture import read_architecture
     from megatron_rl.process.host import available_gib
 
-    if not recipe.model.path.exists():
-        return None, f"{recipe.model.path} is not here, so its layers were not looked at"
-    setup, a = witnesses.of_types(recipe, setting.device), read_architecture(recipe.model.path)
+    path = recipe.model.path
+    if not path.exists():
+        return f"{path} is not here, so its layers were not looked at", None
+    setup, a = witnesses.of_types(recipe, setting.device), read_architecture(path)
     if a.model_type not in FAMILIES:
-        return None, f"{recipe.model.path} was not looked at: parity has no definition of {a.model_type}"
-    most, free = max(2, fewest_layers(a)), available_gib()
-    number = witnesses.layers_that_fit(setup, a, free, most)
-    if not number:
-        least = witnesses.host_gib(setup, first_layers_of(a, fewest_layers(a)))
-        return None, (
-            f"the first layers of {recipe.model.path} take {least:.0f} GiB of host memory and {free:.0f} are free, so "
-            "they were not looked at"
-        )
-    setup = witnesses.of_first_layers(setup, number, Path(setting.scratch))
-    return compared(setup), f"the first {number} layers of {recipe.model.path}"
+        return f"{path} was not looked at: parity has no definition of {a.model_type}", None
+    least, free = witnesses.fewest_layers(a), available_gib()
+    if not (number := witnesses.layers_that_fit(setup, a, free, max(2, least))):
+        needed = witnesses.host_gib(setup, witnesses.first_layers_of(a, least))
+        what = f"the first layers of {path} take {needed:.0f} GiB of host memory and {free:.0f} are free"
+        return f"{what}, so they were not looked at", None
+    return f"the first {number} layers of {path}", witnesses.of_first_layers(setup, number, Path(setting.scratch))
 
 
-def judge_first_layers(tiny_model: Outcome, comparison: Comparison | None, which: str) -> Outcome:
-    """Return the outcome of both comparisons. ``tiny_model``: passed. ``comparison``, ``which``: see `first_layers`."""
-    if comparison is None:
-        return passed(f"{tiny_model.reason}; {which}", **tiny_model.figures)
-    outcome = judge_parity(comparison)
-    if outcome.status == "fail":
-        fix = outcome.fix.replace("recipes/tiny/model", "MODEL --layers N")
-        return failed(f"{which}: {outcome.reason}", fix, **outcome.figures)
-    return passed(f"tiny model: {tiny_model.reason}; {which}: {outcome.reason}", **outcome.figures)
-
-
-def judge_parity(comparison: Comparison) -> Outcome:
+def judge_parity(which: str, comparison: Comparison) -> Outcome:
     """Fails where an operator is beyond its bound, and names the first."""
     worst = {name: max(e.ratio for e in comparison.errors if e.witness == name) for name in comparison.witnesses}
     figures = {"error over bound": {name: min(ratio, 1e30) for name, ratio in worst.items()}}
     if not comparison.passes:
         return failed(
-            ": ".join([comparison.verdict(), *(error.sentence() for error in comparison.first[:1])]),
-            "Use the pinned versions (`packages`, `patches`). `megatron-rl parity recipes/tiny/model --out DIR` writes "
+            ": ".join([which, comparison.verdict(), *(error.sentence() for error in comparison.first[:1])]),
+            "Use the pinned versions (`packages`, `patches`). `megatron-rl parity MODEL --layers N --out DIR` writes "
             "all operators and a picture; docs/parity.md explains them.",
             **figures,
         )
-    return passed(f"{len(comparison.errors)} operators of {len(worst)} witnesses are within their bounds", **figures)
+    number = len(comparison.errors)
+    return passed(f"{which}: {number} operators of {len(worst)} witnesses are within their bounds", **figures)
 
 
 def refit(setting: Setting) -> Outcome:
@@ -198,45 +184,6 @@ def judge_refit(apart: Distances, seconds: float) -> Outcome:
     return passed(
         f"its own checkpoint leaves every parameter as it was; after an update mu is {apart.mu_po:.1e} from the new "
         f"weights, {apart.mu_fp32:.1e} from the old",
-        **figures,
-    )
-
-
-def runner(setting: Setting) -> Outcome:
-    """The engine with CUDA graphs under the model runner that the environment names, with recorded routes replayed."""
-    from megatron_rl.learner.learner import Learner
-
-    precision = [*overrides({}, "bf16"), "rollout.dtype=bf16"]
-    recipe = tiny(setting, *precision, *SMALL, "routing.replay=r3")
-    learner, reference = Learner(recipe), Learner(tiny(setting, *overrides({}, "fp32"), "routing.replay=r3"))
-    start = time.monotonic()
-    with closing(start_engine(recipe, learner)) as generator:
-        started = time.monotonic() - start
-        apart = distances(generate(recipe, learner, generator), learner, reference)
-        version = model_runner(generator)
-    return judge_runner(version, apart, started)
-
-
-def model_runner(generator: Any) -> int:
-    """Which of vLLM's model runners the engine has."""
-    return 2 if generator._llm.llm_engine.vllm_config.use_v2_model_runner else 1
-
-
-def judge_runner(version: int, apart: Distances, started: float) -> Outcome:
-    import os
-
-    wanted = 2 if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1" else 1
-    figures = apart.row() | {"start_s": started}
-    other = f"Run with VLLM_USE_V2_MODEL_RUNNER={2 - wanted} meanwhile, and report it."
-    if version != wanted:
-        return failed(f"vLLM took model runner {version}, {wanted} was asked for", other, **figures)
-    allowed = FACTOR * apart.po_fp32
-    if not apart.mu_fp32 <= allowed:
-        gap = f"log-probs are {apart.mu_fp32:.2e} from the learner's in fp32, rounding explains {allowed:.2e}"
-        return failed(f"model runner {version}: {gap}", other, **figures)
-    return passed(
-        f"model runner {version} starts in {started:.0f} s; with its routes replayed, median |log mu - log po| is "
-        f"{apart.mu_po:.1e}",
         **figures,
     )
 
@@ -310,32 +257,37 @@ class Facts:
     device: str
     dtype: str
     streams: tuple[str, ...]
+    runner: str  # which of vLLM's model runners the engine has
     attention: str
     experts: str
     sums: str  # over the ranks of one engine; "": it has one rank
-    left: int  # tensors of the engine that live on when it is closed
-    tensors: int
+    apart: Distances | None = None  # None: in fp32, which is the check `mismatch`
+
+    def kernels(self) -> str:
+        parts = (self.runner, self.attention, self.experts, self.sums)
+        return ", ".join(filter(None, parts))
 
 
 def built(setting: Setting) -> Outcome:
-    """Start one engine beside a learner, with CUDA graphs where there is a GPU, and close it. Collective."""
+    """Start one engine beside a learner, with CUDA graphs where there is a GPU, replay its routes. Collective."""
     from megatron_rl.learner.learner import Learner
     from megatron_rl.process.ranks import gather_objects
     from megatron_rl.rollout.process_state import sums_of_ranks
 
-    recipe = built_recipe(setting)
+    recipe, apart = built_recipe(setting), None
     learner = Learner(recipe)
     streams = current_stream(setting.device)
     with closing(start_engine(recipe, learner)) as generator:
-        generate(recipe, learner, generator)
+        batch = generate(recipe, learner, generator)
         streams += current_stream(setting.device)
         kernels = generator.describe_precision()
         sums = sums_of_ranks() if recipe.rollout.tensor_parallel > 1 else ""
-        (tensors,) = generator._llm.apply_model(stored)
-    left = alive(tensors)
+        runner = f"runner {2 if generator._llm.llm_engine.vllm_config.use_v2_model_runner else 1}"
+    if recipe.learner.dtype == recipe.rollout.dtype and recipe.learner.dtype in ("bf16", "fp16"):
+        apart = distances(batch, learner, Learner(tiny(setting, *overrides({}, "fp32"), _REPLAYED)))
     attention, experts = (kernels[name].removeprefix("vLLM ") for name in ("attention", "activation"))
-    own = Facts(setting.device, recipe.rollout.dtype, streams, attention, experts, sums, left, len(tensors))
-    return judge_built(gather_objects(own))
+    facts = (recipe.rollout.dtype, streams, runner, attention, experts, sums, apart)
+    return judge_built(gather_objects(Facts(setting.device, *facts)))
 
 
 def built_recipe(setting: Setting) -> Recipe:
@@ -343,7 +295,7 @@ def built_recipe(setting: Setting) -> Recipe:
     recipe = planned(setting)
     learner, rollout = (recipe.learner.dtype, recipe.rollout.dtype) if recipe else ("bf16", "bf16")
     size = TENSOR_PARALLEL if setting.ranks % TENSOR_PARALLEL == 0 else 1
-    engine = (f"rollout.dtype={rollout}", f"rollout.tensor_parallel={size}", *_NO_TRIAL)
+    engine = (f"rollout.dtype={rollout}", f"rollout.tensor_parallel={size}", *_NO_TRIAL, _REPLAYED)
     return tiny(setting, *overrides({}, learner), *SMALL, *engine)
 
 
@@ -358,49 +310,15 @@ def current_stream(device: str) -> tuple[str, ...]:
     return ("default" if is_default(torch.cuda) else str(torch.cuda.current_stream()),)
 
 
-def stored(model: Any) -> list[weakref.ref]:
-    """Parameters, buffers and caches of an engine's model."""
-    caches = [cache for module in model.modules() for cache in _tensors(getattr(module, "kv_cache", None))]
-    return [weakref.ref(tensor) for tensor in (*model.parameters(), *model.buffers(), *caches)]
-
-
-def _tensors(value: Any) -> list[Any]:
-    import torch
-
-    if isinstance(value, (list, tuple)):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return [value] if isinstance(value, torch.Tensor) else []
-
-
-def alive(tensors: Sequence[weakref.ref]) -> int:
-    gc.collect()
-    return sum(tensor() is not None for tensor in tensors)
-
-
 def judge_built(ranks: list[Facts]) -> Outcome:
     """Fail at the first of the ranks' facts that a run cannot rely on."""
     first = ranks[0]
-    figures = {"rank": {str(i): _row(facts) for i, facts in enumerate(ranks)}}
+    figures = {"rank": {str(i): asdict(facts) for i, facts in enumerate(ranks)}}
     for rank, facts in enumerate(ranks):
         if problem := _problem(facts) or _other(facts, first):
             return failed(f"rank {rank}: {problem[0]}", problem[1], **figures)
-    skipped = "" if first.streams else "; streams are not looked at: a CPU has none"
-    sums = (
-        f"sums of an engine's ranks by {first.sums}" if first.sums else "one rank an engine, so no sums between ranks"
-    )
-    return passed(
-        f"{first.dtype}: attention {first.attention}, experts {first.experts}, {sums}; all {first.tensors} tensors of "
-        f"the closed engine are gone{skipped}",
-        **figures,
-    )
-
-
-def _row(facts: Facts) -> dict[str, Any]:
-    beside = " → ".join(facts.streams) or "none"
-    return {"attention": facts.attention, "experts": facts.experts, "sums": facts.sums, "streams": beside} | {
-        "tensors": facts.tensors,
-        "left": facts.left,
-    }
+    apart = f"; median |log mu - log po| {first.apart.mu_po:.1e}" if first.apart else ""
+    return passed(f"{first.dtype}: {first.kernels()}{apart}", **figures)
 
 
 def _problem(facts: Facts) -> tuple[str, str] | None:
@@ -422,21 +340,16 @@ def _problem(facts: Facts) -> tuple[str, str] | None:
                 "On this kind of GPU, or with this vLLM, nobody has read whether routes, updates of weights and fp32 "
                 "hold: see `packages`, unset variables of VLLM_ and FLASHINFER_, and report it.",
             )
-    if facts.left:
-        return (
-            f"{facts.left} of {facts.tensors} tensors live on after the engine was closed",
-            "A second engine does not start in this process then, and the learner lacks the memory. See `packages`, "
-            "and report it with the log.",
-        )
+    if (apart := facts.apart) and not apart.mu_fp32 <= FACTOR * apart.po_fp32:
+        return f"{facts.runner}: {_too_far(apart.mu_fp32, FACTOR * apart.po_fp32)}", WRONG_LOGPROBS
     return None
 
 
 def _other(facts: Facts, first: Facts) -> tuple[str, str] | None:
-    own, others = ((f.attention, f.experts, f.sums) for f in (facts, first))
-    if own == others:
+    if facts.kernels() == first.kernels():
         return None
     return (
-        f"kernels are {', '.join(own)}, on rank 0 {', '.join(others)}",
+        f"kernels are {facts.kernels()}, on rank 0 {first.kernels()}",
         "Ranks that add with different kernels wait for each other for ever. Ranks differ in their environment, or in "
         "the GPUs that they see: see `binding`.",
     )
@@ -483,7 +396,11 @@ def memory(setting: Setting) -> Outcome:
 
     resolve_device(setting.device)
     recipe = tiny(
-        setting, *overrides({}, "bf16"), "rollout.dtype=bf16", f"rollout.gpu_memory_utilization={UTILIZATION}"
+        setting,
+        *overrides({}, "bf16"),
+        "rollout.dtype=bf16",
+        f"rollout.gpu_memory_utilization={UTILIZATION}",
+        FEW_GRAPHS,
     )
     meter = GpuMeter()
     return judge_memory(measure(recipe, meter, Path(setting.scratch)), predict(recipe, meter.capacity))

@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,16 @@ if TYPE_CHECKING:
 
 # Where no recipe is named, the packed attention of this one is asked for.
 PAPER_RECIPE = "recipes/router_replay/grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml"
-NORM_TOLERANCE = 1e-5  # relative, fp32: another order of additions over a million weights
-BF16_NORM_TOLERANCE = 2.0**-6  # relative: four units of bf16's last place, of a norm over a million gradients
+# Relative: another order of additions over a million weights; four units of bf16's last place.
+NORM_TOLERANCE = {"fp32": 1e-5, "bf16": 2.0**-6}
+UNMARKED = (
+    "Gradient norm and clipping would leave out experts. Versions of TransformerEngine and Megatron-Core other than "
+    "the pinned ones do this: see the check `packages`, and `learner.model.mark_expert_parameters`."
+)
+SHARED_SEQUENCES = (
+    "Attention over shared sequences is wrong here: use learner.parallel.context: 1, and see the checks `packages` and "
+    "`attention`."
+)
 _SEQUENCES, _TOKENS = 16, (3, 98)  # of a batch; the tiny model's tokens that are no special ones
 
 
@@ -79,8 +87,8 @@ def overrides(parallel: dict[str, int], dtype: str) -> list[str]:
 
 
 def named(parallel: dict[str, int], ranks: int) -> str:
-    data = ranks // parallel.get("tensor", 1)
-    return f"TP{parallel.get('tensor', 1)}·EP{parallel.get('expert', 1)}·DP{data}"
+    sizes = "·".join(f"{name[0].upper()}P{size}" for name, size in parallel.items())
+    return f"{sizes}·DP{ranks // (parallel.get('tensor', 1) * parallel.get('context', 1))}"
 
 
 def made_up_batch(seed: int) -> Batch:
@@ -125,27 +133,40 @@ def rejoin() -> None:
 
 
 def experts(setting: Setting) -> Outcome:
-    """Every expert weight is marked as this rank's own, and the gradient norm is that of data parallelism alone.
-
-    In bf16 where products of fp32 matrices are TF32's, which says nothing of experts and is the check `fp32`.
-    """
-    from megatron_rl.learner.learner import Learner
-    from megatron_rl.process.fp32_products import worst
+    """Every expert weight is marked as this rank's own, and the gradient norm is that of data parallelism alone."""
     from megatron_rl.process.ranks import gather_objects
 
-    products = worst(found_products(setting))
-    dtype = "fp32" if products == "fp32" else "bf16"
-    ranks, split = setting.ranks, layout(setting.ranks)
+    split = layout(setting.ranks)
+    unmarked: set[str] = set()
+
+    def look(learner: Learner) -> None:
+        unmarked.update(*gather_objects(set(without_mark(learner.module.named_parameters()))))
+
+    norms = gradient_norms(
+        setting, [split] if setting.ranks == 1 else [{"tensor": 1, "expert": 1}, split], "fp32", look
+    )
+    if unmarked:
+        return failed(
+            f"{len(unmarked)} expert weights are not marked, first {min(unmarked)}", UNMARKED, grad_norm=norms
+        )
+    return judge_norms(norms, "fp32", UNMARKED)
+
+
+def gradient_norms(
+    setting: Setting, layouts: list[dict[str, int]], dtype: str, look: Callable[[Learner], None] = lambda learner: None
+) -> dict[str, float]:
+    """Layout in words → gradient norm of one update on all ranks. ``look`` is called with each learner. Collective."""
+    from megatron_rl.learner.learner import Learner
+
     norms: dict[str, float] = {}
-    unmarked: list[str] = []
-    for parallel in [split] if ranks == 1 else [{"tensor": 1, "expert": 1}, split]:
+    for parallel in layouts:
         if norms:
             rejoin()
         learner = Learner(tiny(setting, *overrides(parallel, dtype)))
-        unmarked = sorted(set().union(*gather_objects(set(without_mark(learner.module.named_parameters())))))
-        norms[named(parallel, ranks)] = float(learner.update(made_up_batch(0))["actor/grad_norm"])
+        look(learner)
+        norms[named(parallel, setting.ranks)] = float(learner.update(made_up_batch(0))["actor/grad_norm"])
         learner.close()
-    return judge_experts(unmarked, norms, products)
+    return norms
 
 
 def without_mark(parameters: Iterable[tuple[str, Any]]) -> list[str]:
@@ -158,28 +179,15 @@ def without_mark(parameters: Iterable[tuple[str, Any]]) -> list[str]:
     ]
 
 
-def judge_experts(unmarked: list[str], norms: dict[str, float], products: str = "fp32") -> Outcome:
-    """Judge marks of experts and gradient norms. Unless ``products`` is fp32, ``norms`` are those of a bf16 learner."""
-    fix = (
-        "Gradient norm and clipping would leave out experts. Versions of TransformerEngine and Megatron-Core other than"
-        " the pinned ones do this: see the check `packages`, and `learner.model.mark_expert_parameters`."
-    )
-    if unmarked:
-        shown = ", ".join(unmarked[:3])
-        return failed(f"{len(unmarked)} expert weights are not marked, first {shown}", fix, grad_norm=norms)
-    first, *others = norms.items()
-    tolerance, note = NORM_TOLERANCE, ""
-    if products != "fp32":
-        tolerance = BF16_NORM_TOLERANCE
-        note = " (bf16: products of fp32 matrices are TF32's here, see the check `fp32`)"
+def judge_norms(norms: dict[str, float], dtype: str, fix: str) -> Outcome:
+    """Each layout's gradient norm is that of the first, to the rounding of ``dtype``."""
+    (first, expected), *others = norms.items()
     for name, norm in others:
-        if not abs(norm - first[1]) <= tolerance * first[1]:
-            difference = f"gradient norm {norm:.6f} under {name}, {first[1]:.6f} under {first[0]}{note}"
-            return failed(difference, fix, grad_norm=norms)
-    layouts = " and ".join(norms)
-    norm_in_words = f"marked; the gradient norm is {first[1]:.6f} under {layouts}"
-    what = norm_in_words if others else f"marked under {layouts}; one rank"
-    return passed(f"expert weights are {what}{note}", grad_norm=norms)
+        if not abs(norm - expected) <= NORM_TOLERANCE[dtype] * expected:
+            wrong = f"gradient norm {norm:.6f} under {name}, {expected:.6f} under {first} ({dtype})"
+            return failed(wrong, fix, grad_norm=norms)
+    alone = "" if others else "; one rank has no other layout"
+    return passed(f"the gradient norm is {expected:.6f} under {' and '.join(norms)} ({dtype}){alone}", grad_norm=norms)
 
 
 # -- context parallelism
@@ -188,19 +196,10 @@ def judge_experts(unmarked: list[str], norms: dict[str, float], products: str = 
 def context(setting: Setting) -> Outcome:
     """Two ranks that share each sequence, in attention and in the exchange of keys and values, find the gradient of
     ranks that have whole sequences."""
-    from megatron_rl.learner.learner import Learner
-
-    ranks = setting.ranks
-    if ranks % 2:
-        return not_run(f"context parallelism needs an even number of ranks; here is {ranks}")
-    norms: dict[str, float] = {}
-    for size in (1, 2):
-        if norms:
-            rejoin()
-        learner = Learner(tiny(setting, *overrides({"context": size}, context_dtype(setting))))
-        norms[f"CP{size}·DP{ranks // size}"] = float(learner.update(made_up_batch(0))["actor/grad_norm"])
-        learner.close()
-    return judge_context(norms, context_dtype(setting))
+    if setting.ranks % 2:
+        return not_run(f"context parallelism needs an even number of ranks; here is {setting.ranks}")
+    dtype = context_dtype(setting)
+    return judge_norms(gradient_norms(setting, [{"context": 1}, {"context": 2}], dtype), dtype, SHARED_SEQUENCES)
 
 
 def context_dtype(setting: Setting) -> str:
@@ -209,19 +208,6 @@ def context_dtype(setting: Setting) -> str:
     from megatron_rl.learner.process_groups import resolve_device
 
     return "bf16" if use_transformer_engine(resolve_device(setting.device)) else "fp32"
-
-
-def judge_context(norms: dict[str, float], dtype: str) -> Outcome:
-    (whole, expected), (shared, norm) = norms.items()
-    tolerance = {"fp32": NORM_TOLERANCE, "bf16": BF16_NORM_TOLERANCE}[dtype]
-    if not abs(norm - expected) <= tolerance * expected:
-        return failed(
-            f"gradient norm {norm:.6f} under {shared}, {expected:.6f} under {whole} ({dtype})",
-            "Attention over shared sequences is wrong here: use learner.parallel.context: 1, and see the checks "
-            "`packages` and `attention`.",
-            grad_norm=norms,
-        )
-    return passed(f"the gradient norm is {expected:.6f} under {whole} and {shared} ({dtype})", grad_norm=norms)
 
 
 # -- checkpoints
@@ -295,17 +281,13 @@ def judge_checkpoint(
 
 def products(setting: Setting) -> Outcome:
     """Every library that multiplies fp32 matrices for a run does so in full."""
-    return judge_products(found_products(setting))
-
-
-def found_products(setting: Setting) -> dict[str, str]:
-    """Library → "fp32", "tf32" or "less than tf32", as `process.fp32_products` measures it on this process's device."""
     from megatron_rl.learner.model import use_transformer_engine
     from megatron_rl.learner.process_groups import resolve_device
     from megatron_rl.process.fp32_products import measured_products
 
     device = resolve_device(setting.device)
-    return measured_products(device, transformer_engine=use_transformer_engine(device), triton=device.type == "cuda")
+    te = use_transformer_engine(device)
+    return judge_products(measured_products(device, transformer_engine=te, triton=device.type == "cuda"))
 
 
 def judge_products(kinds: dict[str, str]) -> Outcome:

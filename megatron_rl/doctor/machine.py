@@ -6,6 +6,7 @@ And its place in a job: how ranks meet, the GPU of each rank, one folder of runs
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -36,7 +38,16 @@ CPU_RANK_GIB = 2.0  # assumed, of host memory of a rank of the tiny model
 USED_GPU_MIB = 1024  # above what the driver itself holds on an idle GPU
 FREE_GIB = 10.0  # as slurm/lib/preflight.sh: a small checkpoint and its logs
 MOST_SKEW_S = 5.0  # log lines of several nodes are read side by side
+LEAST_DRIVER = 580  # for CUDA 13
 _MATRIX = 512
+# Where vLLM, Triton, torch, FlashInfer and CUDA keep what they compile, unless the variable says so.
+CACHES = {
+    "VLLM_CACHE_ROOT": "{cache}/vllm",
+    "TRITON_CACHE_DIR": "{home}/.triton/cache",
+    "TORCHINDUCTOR_CACHE_DIR": "{temporary}/torchinductor_{user}",
+    "FLASHINFER_WORKSPACE_BASE": "{home}",
+    "CUDA_CACHE_PATH": "{home}/.nv/ComputeCache",
+}
 
 
 def smi(fields: str, kind: str = "gpu") -> list[list[str]] | None:
@@ -52,31 +63,42 @@ def smi(fields: str, kind: str = "gpu") -> list[list[str]] | None:
 
 
 def driver(setting: Setting) -> Outcome:
-    """A matrix product on every GPU, exact: sums of small integers."""
-    listed = smi("name,driver_version,compute_cap,ecc.errors.uncorrected.volatile.total")
-    if setting.device == "cpu":
-        if listed:
-            import torch
-
-            return failed(
-                f"{len(listed)} GPUs are listed, but torch {torch.__version__} does not see one",
-                "Install requirements.txt, whose torch is the CUDA build; in a container start it with --nv (apptainer)"
-                " or --gpus all; under Slurm ask for --gpus-per-node; look at CUDA_VISIBLE_DEVICES.",
-            )
-        return not_run("no GPU")
+    """The GPUs as the driver lists them, and a matrix product on each, exact: sums of small integers."""
     import torch
 
+    listed = smi("driver_version,ecc.errors.uncorrected.volatile.total,mig.mode.current") or []
+    if problem := _of_listed(listed, torch, seen=setting.device == "cuda"):
+        return failed(*problem)
+    if setting.device == "cpu":
+        return not_run("no GPU")
     if broken := [i for i in range(torch.cuda.device_count()) if not computes(torch, f"cuda:{i}")]:
         return failed(f"GPU {broken} multiplies wrongly", "Take the node out of service; nvidia-smi -q -d ECC, dmesg.")
-    rows = [
-        {"name": (g := torch.cuda.get_device_properties(i)).name, "GiB": round(g.total_memory / GIB, 1)}
-        for i in range(torch.cuda.device_count())
-    ]
-    if bad := [i for i, row in enumerate(listed or []) if row[3].isdigit() and int(row[3])]:
-        return failed(f"GPU {bad}: uncorrected ECC errors", "Reset the GPUs or take the node out of service.")
-    version = listed[0][1] if listed else "unknown"
-    figures: dict[str, Any] = {"gpus": {f"GPU {i}": row for i, row in enumerate(rows)}}
-    return passed(f"{len(rows)} × {rows[0]['name']}, driver {version}, CUDA {torch.version.cuda}", **figures)
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    if len({gpu.name for gpu in gpus}) > 1:
+        fix = "Ranks would compute with different kernels: name GPUs of one kind in CUDA_VISIBLE_DEVICES."
+        return failed(f"different GPUs: {', '.join(f'{i} {gpu.name}' for i, gpu in enumerate(gpus))}", fix)
+    about = f"{len(gpus)} × {gpus[0].name}, {gpus[0].total_memory / GIB:.1f} GiB"
+    return passed(f"{about}, driver {listed[0][0] if listed else 'unknown'}, CUDA {torch.version.cuda}")
+
+
+def _of_listed(listed: list[list[str]], torch: Any, seen: bool) -> tuple[str, str] | None:
+    """What is wrong with the GPUs that the driver lists, and its fix. ``seen``: torch sees some."""
+    if cut := [i for i, row in enumerate(listed) if row[2] == "Enabled"]:
+        fix = "A process sees one slice, which reaches no other's memory. As root, on idle GPUs: nvidia-smi -mig 0."
+        return f"MIG mode is on for GPU {cut}", fix
+    if bad := [i for i, row in enumerate(listed) if row[1].isdigit() and int(row[1])]:
+        return f"GPU {bad}: uncorrected ECC errors", "Reset the GPUs or take the node out of service."
+    if seen or not listed:
+        return None
+    cuda, version = torch.version.cuda, listed[0][0]
+    if cuda and int(version.partition(".")[0]) < LEAST_DRIVER:
+        fix = f"Install driver {LEAST_DRIVER} or later, or CUDA's package of forward compatibility (cuda-compat)."
+        return f"driver {version} is too old for CUDA {cuda} of torch {torch.__version__}", fix
+    return (
+        f"{len(listed)} GPUs are listed, but torch {torch.__version__} does not see one",
+        "Install requirements.txt, whose torch is the CUDA build; in a container start it with --nv (apptainer) or "
+        "--gpus all; under Slurm ask for --gpus-per-node; look at CUDA_VISIBLE_DEVICES.",
+    )
 
 
 def computes(torch: Any, device: str) -> bool:
@@ -174,6 +196,28 @@ def shared_folder(setting: Setting) -> Outcome:
         fix = "Start chrony or ntpd on this node and on the file server."
         return failed(f"{folder}: the file server's clock is {skew:+.1f} s from this node's", fix, **figures)
     return passed(f"{folder} can be written; {free:.0f} GiB free, clocks {abs(skew):.2f} s apart", **figures)
+
+
+def compilers(setting: Setting) -> Outcome:
+    """Every folder that compilers keep their results in can be written, and nvcc is here where the recipe needs it."""
+    home = os.path.expanduser("~")
+    places = {"home": home, "cache": os.environ.get("XDG_CACHE_HOME", f"{home}/.cache"), "user": getpass.getuser()}
+    places["temporary"] = tempfile.gettempdir()
+    for variable, place in CACHES.items():
+        folder = Path(os.environ.get(variable) or place.format(**places))
+        try:
+            with made(folder), tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            fix = f"export {variable}=DIR, a folder of this node (slurm/lib/job.sh does), or make this one writable."
+            return failed(f"a cache of compilers cannot be written: {folder}: {error.strerror}", fix)
+    nvcc, recipe = shutil.which("nvcc"), planned(setting)
+    if nvcc is None and recipe is not None and recipe.rollout.all_reduce == "flashinfer":
+        return failed(
+            "rollout.all_reduce: flashinfer compiles its kernels with nvcc, and there is none on PATH",
+            "Install a CUDA toolkit and add its bin to PATH, or set rollout.all_reduce: custom.",
+        )
+    return passed(f"{len(CACHES)} caches can be written; nvcc: {nvcc or 'none, and none is needed'}")
 
 
 @contextlib.contextmanager
@@ -297,24 +341,33 @@ def patches(setting: Setting, folder: Path | None = None) -> Outcome:
     return passed(f"{count} patches in {', '.join(table)}", series=table)
 
 
-WAIT_S = 60.0  # for a peer
-
-
-def open_store(rank: int) -> Any:
+def open_store(setting: Setting) -> Any:
     from torch.distributed import TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(address, port, None, rank == 0, timeout=timedelta(seconds=2 * WAIT_S), wait_for_workers=False)
+    is_first, timeout = os.environ["RANK"] == "0", timedelta(seconds=5 * setting.wait_s)
+    return TCPStore(address, port, None, is_first, timeout=timeout, wait_for_workers=False)
 
 
-def until(condition: Callable[[], bool], seconds: float = WAIT_S) -> bool:
-    """Wait until it holds; False where it does not in time."""
+def until(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait until it holds, at most ``seconds``."""
     deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
-    return True
+
+
+def gather(store: Any, what: str, setting: Setting, index: int, count: int, value: Any) -> list[Any]:
+    """On the first of ``count`` processes what each tells, None of one that does not in time; on the others nothing."""
+    store.set(f"{what}/{index}", json.dumps(value))
+    keys = [f"{what}/{i}" for i in range(count)]
+    if index:
+        return []
+    until(lambda: store.check(keys), 2 * setting.wait_s)
+    return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
+
+
+def node_name() -> str:
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def binding(setting: Setting) -> Outcome:
@@ -322,19 +375,13 @@ def binding(setting: Setting) -> Outcome:
     import torch
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    index = local_gpu()
-    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    store = open_store(rank)
-    store.set(
-        f"gpu/{rank}", json.dumps([str(torch.cuda.get_device_properties(index).uuid), node, torch.cuda.device_count()])
-    )
+    own = [str(torch.cuda.get_device_properties(local_gpu()).uuid), node_name(), torch.cuda.device_count()]
+    gpus = gather(open_store(setting), "gpu", setting, rank, size, own)
     if rank:
         return not_run("the first rank reports")
-    keys = [f"gpu/{i}" for i in range(size)]
-    if not until(lambda: store.check(keys)):
-        missing = [str(i) for i, key in enumerate(keys) if not store.check([key])]
+    if missing := [str(i) for i, gpu in enumerate(gpus) if gpu is None]:
         return failed(f"no answer of rank {', '.join(missing[:8])}", "See the logs of these ranks.")
-    return judge_binding([tuple(json.loads(store.get(key))) for key in keys])
+    return judge_binding([tuple(gpu) for gpu in gpus])
 
 
 def judge_binding(gpus: list[tuple[str, str, int]]) -> Outcome:
@@ -347,55 +394,34 @@ def judge_binding(gpus: list[tuple[str, str, int]]) -> Outcome:
     return passed(f"{len(gpus)} ranks use {num_gpus} GPUs; each sees {' or '.join(map(str, seen))} of its node's")
 
 
-SEEN_S = 30.0  # network file systems keep old listings for some seconds
-
-
 def nodes_together(setting: Setting) -> Outcome:
     """One process of each node takes part; the first rank's outcome counts."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     if int(os.environ["LOCAL_RANK"]):
         return not_run("the first rank of each node takes part")
-    store, node, nodes = open_store(rank), rank // per_node, size // per_node
+    store, node, nodes, shared = open_store(setting), rank // per_node, size // per_node, Path(setting.shared)
     with contextlib.ExitStack() as stack:
         if node == 0:
-            with contextlib.suppress(OSError):  # `_write_and_look` says so
-                stack.enter_context(made(Path(setting.shared)))
+            with contextlib.suppress(OSError):  # `_unseen` says so
+                stack.enter_context(made(shared))
             store.set("token", uuid.uuid4().hex)
-        return _see_each_other(setting, store, node, nodes)
-
-
-def _see_each_other(setting: Setting, store: Any, node: int, nodes: int) -> Outcome:
-    folder = Path(setting.shared) / f".doctor-{store.get('token').decode()}"
-    unseen = _write_and_look(store, folder, node, nodes)
-    store.set(f"unseen/{node}", ",".join(map(str, unseen)))
-    store.set(f"name/{node}", os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+        folder = shared / f".doctor-{store.get('token').decode()}"
+        stack.callback(shutil.rmtree, folder, ignore_errors=True) if node == 0 else None
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / str(node)).write_text(f"{folder.name} {node}")
+        store.set(f"written/{node}", "")
+        # Nobody looks before: network file systems remember for half a minute that a file is not there.
+        until(lambda: store.check([f"written/{i}" for i in range(nodes)]), 2 * setting.wait_s)
+        until(lambda: not _unseen(folder, nodes), setting.wait_s)
+        told = [node_name(), _unseen(folder, nodes), has_fabric(setting)]
+        answers = gather(store, "node", setting, node, nodes, told)
     if node:
-        store.get(f"ping/{node}")
-        store.set(f"pong/{node}", repr(time.time()))
-        store.set(f"bye/{node}", "")
         return not_run("the first rank reports")
-    try:
-        names = {i: store.get(f"name/{i}").decode() for i in range(nodes)}
-        missing = {names[i]: text.decode() for i in range(nodes) if (text := store.get(f"unseen/{i}"))}
-        skews = {names[i]: _skew(store, i) for i in range(1, nodes)}
-        until(lambda: store.check([f"bye/{i}" for i in range(1, nodes)]) if nodes > 1 else True, SEEN_S)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return judge_nodes(folder.parent, names, missing, skews)
-
-
-def _write_and_look(store: Any, folder: Path, node: int, nodes: int) -> list[int]:
-    """Leave a file for the others, and return the nodes whose files do not appear here in time."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / str(node)).write_text(f"{folder.name} {node}")
-    except OSError as error:
-        print(f"{folder}: {error}")
-    store.set(f"written/{node}", "")
-    until(lambda: store.check([f"written/{i}" for i in range(nodes)]), SEEN_S)
-    until(lambda: not _unseen(folder, nodes), SEEN_S)
-    return _unseen(folder, nodes)
+    return judge_nodes(
+        shared, [answer or [f"node {i}, which did not answer", [], True] for i, answer in enumerate(answers)]
+    )
 
 
 def _unseen(folder: Path, nodes: int) -> list[int]:
@@ -410,26 +436,22 @@ def _unseen(folder: Path, nodes: int) -> list[int]:
     return unseen
 
 
-def _skew(store: Any, node: int) -> float:
-    """Seconds by which a node's clock is at least ahead (behind: negative); 0 where the way there explains it."""
-    before = time.time()
-    store.set(f"ping/{node}", "")
-    there = float(store.get(f"pong/{node}"))
-    return min(there - before, 0.0) + max(there - time.time(), 0.0)
+def has_fabric(setting: Setting, devices: Path = Path("/sys/class/infiniband")) -> bool:
+    """Whether NCCL finds InfiniBand (RoCE and EFA are there, too), or is told to take something else."""
+    told = [os.environ.get(name, "") for name in ("NCCL_NET", "NCCL_NET_PLUGIN")]
+    is_off = any(told) or os.environ.get("NCCL_IB_DISABLE") == "1"
+    return setting.device == "cpu" or is_off or (devices.is_dir() and any(devices.iterdir()))
 
 
-def judge_nodes(folder: Path, names: dict[int, str], missing: dict[str, str], skews: dict[str, float]) -> Outcome:
-    """Judge the shared folder. ``missing``: node → nodes whose files it does not see; ``skews``: node → seconds off."""
-    figures = {"clock_skew_s": skews} if skews else {}
-    if missing:
-        seen = {n: ", ".join(names[int(i)] for i in which.split(",")) for n, which in missing.items()}
-        problem = "; ".join(f"{name} does not see files of {others}" for name, others in seen.items())
+def judge_nodes(folder: Path, nodes: list[tuple[str, list[int], bool]]) -> Outcome:
+    """Judge what the nodes tell: name, numbers of the nodes whose files it does not see, whether it has InfiniBand."""
+    names = [name for name, _, _ in nodes]
+    if problems := [
+        f"{n} does not see files of {', '.join(names[i] for i in unseen)}" for n, unseen, _ in nodes if unseen
+    ]:
         fix = "Put runs, model and checkout on a file system that all nodes mount; --shared names the folder."
-        return failed(f"{folder}: {problem}", fix, **figures)
-    if late := {name: skew for name, skew in skews.items() if abs(skew) > MOST_SKEW_S}:
-        problem = ", ".join(f"{name} {skew:+.1f} s" for name, skew in late.items())
-        return failed(f"clocks differ from {names[0]}'s: {problem}", "Start chrony or ntpd on these nodes.", **figures)
-    worst = max(map(abs, skews.values()), default=0.0)
-    return passed(
-        f"seen by {len(names)} of {len(names)} nodes: {folder}; clocks at most {worst:.2f} s apart", **figures
-    )
+        return failed(f"{folder}: {'; '.join(problems)}", fix)
+    if len(nodes) > 1 and (bare := [name for name, _, fabric in nodes if not fabric]):
+        fix = "Load its driver, give containers /dev/infiniband, or export NCCL_IB_DISABLE=1 if sockets are meant."
+        return failed(f"NCCL finds no InfiniBand on {', '.join(bare)} and would send over sockets", fix)
+    return passed(f"seen by {len(names)} of {len(names)} nodes: {folder}")

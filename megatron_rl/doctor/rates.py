@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.doctor.checks import TINY, Outcome, Setting, failed, not_run, passed, planned
-from megatron_rl.doctor.machine import WAIT_S, open_store, until
+from megatron_rl.doctor.machine import gather, node_name, open_store, until
 from megatron_rl.errors import InputError
 from megatron_rl.process.devices import barrier_devices, local_gpu
 from megatron_rl.process.host import write_whole
@@ -259,101 +258,57 @@ def ring(size: int) -> list[list[tuple[int, int]]]:
     return [one_round for one_round in (rest[0::2], rest[1::2], last) if one_round]
 
 
-def judge_links(links: list[Link], compare_speed: bool) -> list[str]:
-    """What is wrong: links that failed or answered wrongly, and those far slower than the others of their kind."""
-    bad = [f"{link['ranks']}: {link['problem']}" for link in links if link["problem"]]
-    if not compare_speed:  # over loopback the processes compete for cores
-        return bad
-    for kind in {link["kind"] for link in links}:
-        alike = [link for link in links if link["kind"] == kind and not link["problem"]]
-        for name in LINK_KINDS if len(alike) > 2 else ():
-            typical = statistics.median(link[name] for link in alike)
-            bad += [
-                f"{link['ranks']}: {name} {link[name]:.2f} GiB/s, the median {kind} is {typical:.2f}"
-                for link in alike
-                if link[name] < SLOW_LINK * typical
-            ]
-    return bad
-
-
 def collectives(setting: Setting) -> Outcome:
     """Every rank's part; the first rank's outcome counts."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size == 1:
         return not_run("one rank: there is no other")
-    store = open_store(rank)
-    store.set(f"node/{rank}", os.environ.get("SLURMD_NODENAME") or socket.gethostname())
-    measure = Measurement(store, setting.device)
-    for pair in [pair for one_round in ring(size) for pair in one_round if rank in pair]:
-        measure(f"{pair[0]}-{pair[1]}", pair.index(rank), 2)
-    measure("all", rank, size)
+    import torch
+
+    device, store = torch.device("cpu"), open_store(setting)
+    if setting.device == "cuda":
+        device = torch.device("cuda", local_gpu())
+        torch.cuda.set_device(device)
+    groups = [*(pair for one_round in ring(size) for pair in one_round), tuple(range(size))]
+    measured = [
+        measure(store, str(number), ranks.index(rank), len(ranks), device, setting.wait_s) if rank in ranks else None
+        for number, ranks in enumerate(groups)
+    ]
+    answers = gather(store, "link", setting, rank, size, [node_name(), measured])
     store.set(f"bye/{rank}", "")
     if rank:
         return not_run("the first rank reports")
-    links = [_link(store, f"{a}-{b}", (a, b)) for one_round in ring(size) for a, b in one_round]
-    links.append(_link(store, "all", tuple(range(size))))
-    until(lambda: store.check([f"bye/{i}" for i in range(size)]))  # the store ends with this process
-    return _outcome(links, size, setting.device)
+    until(lambda: store.check([f"bye/{i}" for i in range(size)]), setting.wait_s)  # the store ends with this process
+    links = [
+        _link(answers, number, ranks, "" if number < len(groups) - 1 else "all") for number, ranks in enumerate(groups)
+    ]
+    return judge_links(links, size, setting.device)
 
 
-def _outcome(links: list[Link], size: int, device: str) -> Outcome:
-    backend = "NCCL" if device == "cuda" else "gloo"
-    table = {link["ranks"]: {name: link[name] for name in ("kind", *LINK_KINDS)} for link in links}
-    figures = {"GiB/s": table, "mebibytes": LINK_BYTES[device] >> 20}
-    if bad := judge_links(links, device == "cuda"):
-        more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
-        shown = "; ".join(bad[:4]) + more
-        fix = (
-            "NCCL_DEBUG=INFO shows the transport of each link; name the fabric with NCCL_IB_HCA and the interface with "
-            "NCCL_SOCKET_IFNAME. Between GPUs of a node: nvidia-smi topo -m, nvidia-smi nvlink -s. A node whose links "
-            "are all bad is to be left out: --exclude."
+def measure(store: Any, name: str, rank: int, size: int, device: Any, wait_s: float) -> list[Any]:
+    """GiB/s of `LINK_KINDS` in a group of its own, as this rank sees it, and what is wrong with it."""
+    import torch.distributed as dist
+
+    problem, speeds, length = "", [0.0, 0.0], LINK_BYTES[device.type] // 4
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore(name, store),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=wait_s),
+            device_id=device if device.type == "cuda" else None,
         )
-        return failed(f"{backend}, {size} ranks: {shown}", fix, **figures)
-    slowest = min((link for link in links if link["kind"] != "all"), key=lambda link: link["all_reduce"])
-    whole = links[-1]
-    return passed(
-        f"{backend}, {size} ranks: sums and exchanges are exact; slowest pair {slowest['ranks']} "
-        f"{slowest['all_reduce']:.2f} GiB/s, all {whole['all_reduce']:.2f} (all-to-all {whole['all_to_all']:.2f})",
-        **figures,
-    )
-
-
-class Measurement:
-    """This rank's part in groups of ranks; the slower or failing end of each counts."""
-
-    def __init__(self, store: Any, device: str) -> None:
-        import torch
-
-        self.store, self.device = store, torch.device("cpu")
-        if device == "cuda":
-            self.device = torch.device("cuda", local_gpu())
-            torch.cuda.set_device(self.device)
-        self.length = LINK_BYTES[device] // 4
-
-    def __call__(self, name: str, rank: int, size: int) -> None:
-        import torch.distributed as dist
-
-        problem, speeds = "", dict.fromkeys(LINK_KINDS, 0.0)
-        try:
-            dist.init_process_group(
-                "nccl" if self.device.type == "cuda" else "gloo",
-                store=dist.PrefixStore(name, self.store),
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(seconds=WAIT_S),
-                device_id=self.device if self.device.type == "cuda" else None,
-            )
-            for kind, call in (("all_reduce", all_reduce), ("all_to_all", all_to_all)):
-                right, seconds = call(self.length, rank, size, self.device)
-                problem = problem or ("" if right else f"{kind} gave wrong values")
-                share = (2 if kind == "all_reduce" else 1) * (size - 1) / size
-                speeds[kind] = share * 4 * self.length / seconds / 2**30
-        except RuntimeError as error:  # DistError and its kin are RuntimeErrors
-            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        self.store.set(f"link/{name}/{rank}", "|".join([*(str(speeds[kind]) for kind in LINK_KINDS), problem]))
+        for i, call in enumerate((all_reduce, all_to_all)):
+            right, seconds = call(length, rank, size, device)
+            problem = problem or ("" if right else f"{LINK_KINDS[i]} gave wrong values")
+            speeds[i] = (2 if call is all_reduce else 1) * (size - 1) / size * 4 * length / seconds / 2**30
+    except RuntimeError as error:  # DistError and its kin are RuntimeErrors
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return [*speeds, problem]
 
 
 def all_reduce(length: int, rank: int, size: int, device: Any) -> tuple[bool, float]:
@@ -363,11 +318,7 @@ def all_reduce(length: int, rank: int, size: int, device: Any) -> tuple[bool, fl
 
     base = (torch.arange(length, device=device) % _EXACT).float()
     values = torch.empty_like(base)
-
-    def call() -> None:
-        dist.all_reduce(values)
-
-    seconds = _timed(call, values, lambda: values.copy_(base).add_(rank))
+    seconds = _timed(lambda: dist.all_reduce(values), values, lambda: values.copy_(base).add_(rank))
     return bool(torch.equal(values, size * base + size * (size - 1) // 2)), seconds
 
 
@@ -376,16 +327,11 @@ def all_to_all(length: int, rank: int, size: int, device: Any) -> tuple[bool, fl
     import torch
     import torch.distributed as dist
 
-    part = length // size
-    base = (torch.arange(part, device=device) % _EXACT).float()
+    base = (torch.arange(length // size, device=device) % _EXACT).float()
     # What rank i sends to rank j is base + i * size + j.
     sent = torch.cat([base + rank * size + j for j in range(size)])
     received = torch.empty_like(sent)
-
-    def call() -> None:
-        dist.all_to_all_single(received, sent)
-
-    seconds = _timed(call, received, lambda: received.zero_())
+    seconds = _timed(lambda: dist.all_to_all_single(received, sent), received, lambda: received.zero_())
     return bool(torch.equal(received, torch.cat([base + i * size + rank for i in range(size)]))), seconds
 
 
@@ -404,19 +350,52 @@ def _timed(call: Callable[[], None], values: Any, reset: Callable[[], Any]) -> f
     return statistics.median(times[1:])
 
 
-def _link(store: Any, name: str, ranks: tuple[int, ...]) -> Link:
-    """Return the worse of what the two ends of a link measured."""
-    ends = range(len(ranks)) if name == "all" else range(2)
-    nodes = {store.get(f"node/{rank}") if store.check([f"node/{rank}"]) else b"?" for rank in ranks}
-    kind = "all" if name == "all" else "in a node" if len(nodes) == 1 else "between nodes"
-    label = "all" if name == "all" else f"ranks {name}"
-    if kind == "between nodes":
-        label += f" ({', '.join(sorted(node.decode() for node in nodes))})"
-    keys = [f"link/{name}/{end}" for end in ends]
-    if not until(lambda: store.check(keys)):
-        missing = [str(rank) for rank, key in zip(ranks, keys) if not store.check([key])]
-        problem = f"no answer of rank {', '.join(missing[:8])}"
-        return {"ranks": label, "kind": kind, "problem": problem} | dict.fromkeys(LINK_KINDS, 0.0)
-    answers = [store.get(key).decode().split("|", len(LINK_KINDS)) for key in keys]
-    speeds = {kind: min(float(end[i]) for end in answers) for i, kind in enumerate(LINK_KINDS)}
-    return {"ranks": label, "kind": kind, "problem": next((end[-1] for end in answers if end[-1]), "")} | speeds
+def _link(answers: list[Any], number: int, ranks: tuple[int, ...], label: str) -> Link:
+    """Return the worst of what the ranks of a group measured. ``answers``: of all ranks, None where one is missing."""
+    nodes = {answers[rank][0] for rank in ranks if answers[rank]}
+    kind = label or ("between nodes" if len(nodes) > 1 else "in a node")
+    where = f" ({', '.join(sorted(nodes))})" if kind == "between nodes" else ""
+    if missing := [str(rank) for rank in ranks if not answers[rank]]:
+        ends = [[0.0, 0.0, f"no answer of rank {', '.join(missing[:8])}"]]
+    else:
+        ends = [answers[rank][1][number] for rank in ranks]
+    speeds = {name: min(end[i] for end in ends) for i, name in enumerate(LINK_KINDS)}
+    label = label or f"ranks {'-'.join(map(str, ranks))}{where}"
+    return {"ranks": label, "kind": kind, "problem": next((end[-1] for end in ends if end[-1]), "")} | speeds
+
+
+def bad_links(links: list[Link], compare_speed: bool) -> list[str]:
+    """What is wrong: links that failed or answered wrongly, and those far slower than the others of their kind."""
+    bad = [f"{link['ranks']}: {link['problem']}" for link in links if link["problem"]]
+    if not compare_speed:  # over loopback the processes compete for cores
+        return bad
+    for kind in {link["kind"] for link in links}:
+        alike = [link for link in links if link["kind"] == kind and not link["problem"]]
+        for name in LINK_KINDS if len(alike) > 2 else ():
+            typical = statistics.median(link[name] for link in alike)
+            bad += [
+                f"{link['ranks']}: {name} {link[name]:.2f} GiB/s, the median {kind} is {typical:.2f}"
+                for link in alike
+                if link[name] < SLOW_LINK * typical
+            ]
+    return bad
+
+
+def judge_links(links: list[Link], size: int, device: str) -> Outcome:
+    backend = "NCCL" if device == "cuda" else "gloo"
+    figures = {"GiB/s": {link["ranks"]: {name: link[name] for name in ("kind", *LINK_KINDS)} for link in links}}
+    if bad := bad_links(links, device == "cuda"):
+        more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
+        fix = (
+            "NCCL_DEBUG=INFO shows the transport of each link; name the fabric with NCCL_IB_HCA and the interface with "
+            "NCCL_SOCKET_IFNAME. Between GPUs of a node: nvidia-smi topo -m, nvidia-smi nvlink -s. A node whose links "
+            "are all bad is to be left out: --exclude."
+        )
+        return failed(f"{backend}, {size} ranks: {'; '.join(bad[:4])}{more}", fix, **figures)
+    slowest = min((link for link in links if link["kind"] != "all"), key=lambda link: link["all_reduce"])
+    whole = links[-1]
+    return passed(
+        f"{backend}, {size} ranks: sums and exchanges are exact; slowest pair {slowest['ranks']} "
+        f"{slowest['all_reduce']:.2f} GiB/s, all {whole['all_reduce']:.2f} (all-to-all {whole['all_to_all']:.2f})",
+        **figures,
+    )

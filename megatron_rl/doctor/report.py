@@ -49,15 +49,8 @@ def make(results: Sequence[Result], setting: Setting, started: float) -> dict[st
 
 def unended(check: Check) -> Result:
     """In the place of a check that runs, for a report that is written before it ends."""
-    return Result(
-        check.name,
-        check.question,
-        failed(
-            "it was running when the doctor was ended",
-            f"Run it alone, where its log can be seen: megatron-rl doctor --only {check.name}",
-        ),
-        0.0,
-    )
+    fix = f"Run it alone, where its log can be seen: megatron-rl doctor --only {check.name}"
+    return Result(check, failed("it was running when the doctor was ended", fix), 0.0)
 
 
 def merge(files: Sequence[Path], expected: Sequence[str] = ()) -> dict[str, Any]:
@@ -79,13 +72,12 @@ def merge(files: Sequence[Path], expected: Sequence[str] = ()) -> dict[str, Any]
 
 
 def _absent(name: str) -> dict[str, Any]:
-    without = "" if name == JOB else "; submit without it: --exclude=" + name
     check = {
         "name": NO_REPORT,
-        "question": "Did the ranks report?" if name == JOB else "Did the node report?",
+        "question": "Is there a report?",
         "status": "fail",
-        "reason": "no report of the ranks" if name == JOB else "no report of this node",
-        "fix": f"The log says why{without}",
+        "reason": f"no report {'of the ranks' if name == JOB else 'of this node'}",
+        "fix": f"The log says why{'' if name == JOB else f'; submit without it: --exclude={name}'}",
         "figures": {},
         "seconds": 0.0,
     }
@@ -112,9 +104,9 @@ def write(report: dict[str, Any], json_file: str | None, page_file: Path | None)
 
 
 def line(result: Result) -> str:
-    """One check for a person; a failure with its likely fix below."""
-    outcome = result.outcome
-    text = f"{outcome.status:>7}  {result.name:13} {result.seconds:6.1f} s  {outcome.reason}"
+    """One check for a person, with its time of its budget; a failure with its likely fix below."""
+    check, outcome = result.check, result.outcome
+    text = f"{outcome.status:>7}  {check.name:13} {result.seconds:5.1f} of {check.budget_s:3g} s  {outcome.reason}"
     return text + (f"\n{'':>24}   fix: {outcome.fix}" if outcome.fix else "")
 
 
@@ -139,47 +131,25 @@ pre { background: #f5f5f5; padding: .6em; overflow-x: auto; white-space: pre-wra
 
 
 def page(report: dict[str, Any]) -> str:
-    """Which check came out how on which node; then each node with reasons, fixes, figures and the ends of logs."""
-    nodes = report["nodes"]
-    failed = sum(check["status"] == "fail" for node in nodes for check in node["checks"])
-    title = f"doctor: {failed} failed" if failed else "doctor: nothing failed"
+    """Which checks failed on which node; then each node with reasons, fixes, figures and the ends of logs."""
+    nodes, failed = report["nodes"], failures(report)
+    title = f"doctor: {len(failed)} failed" if failed else "doctor: nothing failed"
     parts = [f"<h1>{title}</h1>", f"<p>{len(nodes)} report{'s' if len(nodes) > 1 else ''}.</p>"]
-    if len(nodes) > 1:
-        parts.append(_overview(nodes))
+    if failed and len(nodes) > 1:
+        parts.append(_table([["node", "check", ""], *([node, c["name"], _found(c)] for node, c in failed)]))
     parts += [_node(node) for node in nodes]
     head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"
 
 
-def _overview(nodes: list[dict[str, Any]]) -> str:
-    """A row for each check, a column for each node; of many nodes, only those where something failed."""
-    shown = nodes if len(nodes) <= 16 else [node for node in nodes if _failed(node)]
-    names = list(dict.fromkeys(check["name"] for node in nodes for check in node["checks"]))
-    rows = [["check", *(node["node"] for node in shown)]]
-    by_node = [{check["name"]: check["status"] for check in node["checks"]} for node in shown]
-    rows += [[name, *(statuses.get(name, "") for statuses in by_node)] for name in names]
-    note = "" if shown is nodes else f"<p>{len(nodes) - len(shown)} nodes without a failure are left out here.</p>\n"
-    return note + _table(rows)
-
-
-def _failed(node: dict[str, Any]) -> bool:
-    return any(check["status"] == "fail" for check in node["checks"])
-
-
 def _node(node: dict[str, Any]) -> str:
-    counts = Counter(check["status"] for check in node["checks"])
-    status_counts = [f"{counts[status]} {status}" for status in ("pass", "fail", "not run") if counts[status]]
-    about = [node[key] for key in ("device", "started") if node.get(key)]
-    about += [f"{node[key]:g} {unit}" for key, unit in (("ranks", "ranks"), ("seconds", "s")) if node.get(key)]
-    rows = [["check", "", "s", "found"]]
-    rows += [[c["name"], c["status"], f"{c['seconds']:.1f}", _found(c)] for c in node["checks"]]
-    parts = [
-        f"<h2>{html.escape(node['node'])}</h2>",
-        f"<p>{html.escape(', '.join([*status_counts, *map(str, about)]))}</p>",
+    about = [f"{name} {node[name]}" for name in ("device", "ranks", "started", "seconds") if node.get(name)]
+    rows = [["check", "", "s", "of", "found"]]
+    rows += [
+        [c["name"], c["status"], f"{c['seconds']:.1f}", f"{c.get('budget_s', 0):g}", _found(c)] for c in node["checks"]
     ]
-    parts.append(_table(rows))
-    parts += [_details(check) for check in node["checks"] if check["figures"] or check.get("log")]
-    return "\n".join(parts)
+    parts = [f"<h2>{html.escape(node['node'])}</h2>", f"<p>{html.escape(', '.join(about))}</p>", _table(rows)]
+    return "\n".join(parts + [_details(check) for check in node["checks"] if check["figures"] or check.get("log")])
 
 
 def _found(check: dict[str, Any]) -> str:
@@ -188,29 +158,11 @@ def _found(check: dict[str, Any]) -> str:
 
 def _details(check: dict[str, Any]) -> str:
     """Figures and log of one check, open where it failed."""
-    plain = {name: value for name, value in check["figures"].items() if not isinstance(value, dict)}
-    body = [_table([["", ""], *([name, _text(value)] for name, value in plain.items())])] if plain else []
-    for name, table in check["figures"].items():
-        if isinstance(table, dict):
-            body.append(_figures(name, table))
-    if check.get("log"):
-        body.append(f"<p>The end of its log:</p><pre>{html.escape(check['log'])}</pre>")
+    shown = [json.dumps(check["figures"], indent=1, ensure_ascii=False), check.get("log", "")]
     state = " open" if check["status"] == "fail" else ""
-    name, question = html.escape(check["name"]), html.escape(check["question"])
-    return f"<details{state}><summary>{name}: {question}</summary>\n" + "\n".join(body) + "\n</details>"
-
-
-def _figures(name: str, table: dict[str, Any]) -> str:
-    """A table of name → (name → value), or of name → value."""
-    if not all(isinstance(row, dict) for row in table.values()):
-        return _table([[name, ""], *([key, _text(value)] for key, value in table.items())])
-    columns = list(dict.fromkeys(column for row in table.values() for column in row))
-    rows = [[key, *(_text(row.get(column, "")) for column in columns)] for key, row in table.items()]
-    return _table([[name, *columns], *rows])
-
-
-def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    head = html.escape(f"{check['name']}: {check['question']}")
+    body = "\n".join(f"<pre>{html.escape(text)}</pre>" for text in shown if text)
+    return f"<details{state}><summary>{head}</summary>\n{body}\n</details>"
 
 
 def _table(rows: list[list[str]]) -> str:

@@ -14,7 +14,9 @@ import pytest
 
 from megatron_rl.doctor.checks import CHECKS, CPU_RANKS, Setting, find
 from tests.parallel.gloo import run_ranks
+from tests.support import planted
 from tests.support.patience import PATIENCE_S
+from tools.gpu.r4 import FAULTS
 
 GPU_ONLY = {check.name for check in CHECKS if check.gpu_only} | {"driver"}
 OF_THE_MACHINE = ["gpu-memory", "shared-folder", "nodes"]
@@ -63,19 +65,10 @@ def test_all_that_applies_passes(tmp_path):
     assert "nothing failed" in report["page"]
 
 
-@pytest.mark.parametrize(
-    ("program", "ranks", "status", "told"),
-    [
-        ("unmarked_experts", 2, "fail", "expert weights are not marked"),
-        ("lost_keys", 2, "fail", "under CP2·DP1"),
-        ("lost_moments", 2, "fail", "loading a checkpoint changes the weights after the next update"),
-        ("stale_engine", 1, "fail", "from the learner's new weights"),
-        ("corrupted_update", 1, "fail", "corrupts weights on updates"),
-        ("other_logprobs", 1, "fail", "bf16/bf16: the engine's log-probs are"),
-        ("first_runner", 1, "pass", "model runner 1 starts"),
-    ],
-)
-def test_what_is_broken_fails_and_the_other_runner_passes(program, ranks, status, told, tmp_path):
+@pytest.mark.parametrize("program", FAULTS)
+def test_a_planted_fault_is_told(program, tmp_path):
+    ranks, check = FAULTS[program]
     setting = Setting("cpu", ranks, str(tmp_path), scratch=str(tmp_path))
     outcome = run_ranks("tests.parallel.programs.doctor", program, ranks, init_process_group=False, setting=setting)[0]
-    assert (outcome.status, told in outcome.reason) == (status, True), outcome
+    told = planted.rows()[check, program.replace("_", " ")]
+    assert (outcome.status, told in outcome.reason) == ("fail", True), outcome

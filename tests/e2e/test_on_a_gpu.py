@@ -12,7 +12,7 @@ from tests.support.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-CHECKS = "driver,fp32,attention,experts,checkpoint,engine,mismatch,parity,refit,memory,runner-v2,runner-v1"
+CHECKS = "driver,fp32,attention,experts,checkpoint,engine,mismatch,parity,refit,memory"
 SAMPLED = ("critic/rewards/mean", "response_length/mean", "actor/entropy", "hacking/J")
 
 

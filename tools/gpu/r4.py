@@ -14,8 +14,7 @@ from tools.gpu.run import NotRun, Problem, Run
 PLANTS = ("deaf", "lost_moments")
 OF_ONE = (
     *("packages", "patches", "driver", "gpu-memory", "shared-memory", "open-files", "host-memory", "shared-folder"),
-    *("fp32", "attention", "experts", "checkpoint", "engine", "refit", "parity", "mismatch"),
-    *("runner-v2", "memory", "runner-v1"),
+    *("compilers", "fp32", "attention", "experts", "checkpoint", "engine", "refit", "parity", "mismatch", "memory"),
 )
 OF_TWO = ("collectives", "experts", "context", "checkpoint")
 FAULTS = {  # program of tests/parallel/programs/doctor.py → its ranks and the check that is to fail
@@ -32,8 +31,8 @@ REHEARSED = {"fp32, 1 rank", "checkpoint, 2 ranks", "planted lost_moments"}  # t
 def main(run: Run) -> None:
     parts = [(f"{name}, 1 rank", partial(check, run, name, 1)) for name in OF_ONE]
     # What needs no engine comes first: a start takes half a minute.
-    parts[10:10] = [(f"{name}, 2 ranks", partial(check, run, name, 2)) for name in OF_TWO]
-    parts[14:14] = [(f"planted {name}", partial(planted, run, name)) for name in FAULTS if FAULTS[name][0] == 2]
+    parts[11:11] = [(f"{name}, 2 ranks", partial(check, run, name, 2)) for name in OF_TWO]
+    parts[15:15] = [(f"planted {name}", partial(planted, run, name)) for name in FAULTS if FAULTS[name][0] == 2]
     parts += [(f"planted {name}", partial(planted, run, name)) for name in FAULTS if FAULTS[name][0] == 1]
     for name, function in parts:
         if not run.rehearse or name in REHEARSED:

@@ -1,7 +1,5 @@
 """Checks of `megatron_rl.doctor` on learners and engines that are whole, or broken in one way."""
 
-import os
-
 from megatron_rl.doctor import engine, frame, learner
 from megatron_rl.doctor.checks import Outcome, Setting
 
@@ -112,8 +110,3 @@ def corrupted_update(setting: Setting) -> Outcome:
 
     vllm_engine.checked = spoil
     return frame.attempt("refit", setting)[0]
-
-
-def first_runner(setting: Setting) -> Outcome:
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    return frame.attempt("runner-v1", setting)[0]

@@ -1,14 +1,15 @@
-"""Every check of the doctor turns red where a fault is planted at its border, and is green on a sound node.
+"""Every fault of docs/doctor.md turns its check red, with the message that stands there; without it the check is green.
 
-The border is what the machine, the environment, a package, a collective or an engine returns. `PROOFS` names the tests
-of each check; those that are nowhere else are in this file.
+The border is what the machine, the environment, a package, a collective or an engine returns. Faults that need real
+learners and engines are planted by tests/e2e/test_doctor.py.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-from dataclasses import dataclass
+import errno
+import resource
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,111 +19,245 @@ import pytest
 import torch
 
 import megatron_rl.learner.learner
-from megatron_rl.doctor import engine, machine
+from megatron_rl.doctor import engine, learner, machine, rates
 from megatron_rl.doctor.checks import CHECKS, Outcome, Setting
+from megatron_rl.instruments.parity.compare import Comparison, OperatorError
+from megatron_rl.layers import attention
 from megatron_rl.learner import process_groups
+from megatron_rl.patching.releases import Target, find_target
+from megatron_rl.patching.states import apply_or_revert
 from megatron_rl.process import host, ranks
 from megatron_rl.process.devices import leave_default_stream
 from megatron_rl.run import engines
-from tests.support import streams
+from tests.support import nccl, planted, streams
+from tests.support.nccl import Job
+from tests.support.series import megatron_core
+from tools.gpu.r4 import FAULTS
 
-ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30
-GPU = Setting("cuda", 1, "/tmp")
+CPU, GPU = Setting("cpu", 2, "/tmp"), Setting("cuda", 1, "/tmp", scratch="/tmp")
+Plant = Callable[[Any, bool], Outcome]
+PLANTS: dict[tuple[str, str], Plant] = {}
+ROWS = planted.rows()
 
 
-@dataclass(frozen=True)
-class Proof:
-    """Tests as FILE::NAME, or NAME in this file. ``red``: a planted fault fails; ``green``: a sound node passes."""
-
-    red: str
-    green: str
+def plant(check: str, fault: str) -> Callable[[Plant], Plant]:
+    """Marks a function of pytest's monkeypatch (with ``tmp_path``) and of whether to plant the fault."""
+    return lambda function: PLANTS.setdefault((check, fault), function)
 
 
-E2E, UNIT = "tests/e2e/test_doctor.py::", "tests/unit/doctor/"
-ALL_GREEN = E2E + "test_all_that_applies_passes"
-BROKEN = E2E + "test_what_is_broken_fails_and_the_other_runner_passes"
-PROOFS = {
-    "packages": Proof(
-        UNIT + "test_machine_packages.py::test_a_gpu_node_is_held_against_the_other_file",
-        UNIT + "test_machine_packages.py::test_this_environment",
-    ),
-    "patches": Proof(
-        UNIT + "test_machine_packages.py::test_patches_that_are_not",
-        UNIT + "test_machine_packages.py::test_patches_that_are_applied",
-    ),
-    "driver": Proof(
-        UNIT + "test_machine.py::test_gpus_that_torch_does_not_see",
-        UNIT + "test_machine.py::test_a_driver_and_its_gpus",
-    ),
-    "gpu-memory": Proof(UNIT + "test_machine.py::test_gpu_memory", UNIT + "test_machine.py::test_gpu_memory"),
-    "shared-memory": Proof(UNIT + "test_machine.py::test_shared_memory", ALL_GREEN),
-    "open-files": Proof(UNIT + "test_machine.py::test_open_files", ALL_GREEN),
-    "host-memory": Proof("test_host_memory", "test_host_memory"),
-    "shared-folder": Proof(
-        UNIT + "test_machine.py::test_a_file_system_that_gives_back_something_else",
-        UNIT + "test_machine.py::test_shared_folder",
-    ),
-    "nodes": Proof(
-        UNIT + "test_machine_nodes.py::test_nodes_without_one_folder", UNIT + "test_machine_nodes.py::test_nodes"
-    ),
-    "collectives": Proof(
-        UNIT + "test_nccl.py::test_ranks_that_guess_their_gpu_hang", UNIT + "test_nccl.py::test_the_doctors_groups"
-    ),
-    "binding": Proof(
-        UNIT + "test_machine_nodes.py::test_ranks_on_one_gpu",
-        UNIT + "test_machine_nodes.py::test_ranks_with_a_gpu_each",
-    ),
-    "fp32": Proof(
-        UNIT + "test_learner_fp32.py::test_a_library_with_tf32_is_named",
-        UNIT + "test_learner_fp32.py::test_a_sound_process_passes",
-    ),
-    "attention": Proof(
-        UNIT + "test_learner.py::test_an_a100_without_flash_attn_is_refused",
-        UNIT + "test_learner.py::test_fused_attention_is_named",
-    ),
-    "experts": Proof(BROKEN, ALL_GREEN),
-    "context": Proof(BROKEN, ALL_GREEN),
-    "checkpoint": Proof(BROKEN, ALL_GREEN),
-    "engine": Proof("test_an_engine_that_is_not_sound", "test_a_sound_engine"),
-    "mismatch": Proof(BROKEN, ALL_GREEN),
-    "parity": Proof(UNIT + "test_engine.py::test_an_operator_beyond_its_bound_is_named", ALL_GREEN),
-    "refit": Proof(BROKEN, ALL_GREEN),
-    "memory": Proof("test_memory_that_another_process_takes", "test_memory"),
-    "runner-v2": Proof("test_a_runner_that_is_not_sound", "test_runners"),
-    "runner-v1": Proof("test_a_runner_that_is_not_sound", "test_runners"),
-}
+def test_every_check_has_a_fault_and_every_fault_a_plant():
+    real = {(check, program.replace("_", " ")) for program, (_, check) in FAULTS.items()}
+    assert PLANTS.keys() | real == ROWS.keys()
+    assert {check for check, _ in ROWS} == {check.name for check in CHECKS}
 
 
-def test_every_check_has_its_proof():
-    assert PROOFS.keys() == {check.name for check in CHECKS}
+@pytest.mark.parametrize("row", PLANTS, ids=": ".join)
+@pytest.mark.parametrize("is_there", [True, False], ids=["planted", "sound"])
+def test_a_fault_is_told(row, is_there, monkeypatch, tmp_path):
+    monkeypatch.tmp_path = tmp_path
+    outcome = PLANTS[row](monkeypatch, is_there)
+    assert outcome.status == ("fail" if is_there else "pass"), outcome
+    if is_there:
+        assert ROWS[row] in outcome.reason
+        assert outcome.fix
 
 
-@functools.cache
-def names_in(file: str) -> set[str]:
-    tree = ast.parse((ROOT / file).read_text())
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+# -- the node
 
 
-@pytest.mark.parametrize("name", PROOFS)
-def test_the_tests_of_a_check_exist(name):
-    for test in (PROOFS[name].red, PROOFS[name].green):
-        file, _, function = test.rpartition("::")
-        assert function in names_in(file or str(Path(__file__).relative_to(ROOT))), test
+@plant("packages", "another vLLM")
+def _(patch, is_there):
+    own = machine.installed
+    patch.setattr(machine, "installed", lambda name: "0.29.0" if "vllm" in name and is_there else own(name))
+    if is_there:
+        patch.setattr(machine, "CPU_FILE", machine.CUDA_FILE)
+    return machine.versions(CPU)
 
 
-# -- the host's memory
+@plant("patches", "reverted patches")
+def _(patch, is_there):
+    series = megatron_core()
+    package = find_target(series, None, True)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package.root / "megatron", patch.tmp_path / "megatron", ignore=ignored)
+    patch.setattr(machine.releases, "find_target", lambda *arguments: Target(patch.tmp_path, package.version))
+    if is_there:
+        apply_or_revert(series, Target(patch.tmp_path, None), True)
+    return machine.patches(CPU)
 
 
-@pytest.mark.parametrize(("used", "status"), [(1, "pass"), (7, "fail")])
-def test_host_memory(used, status, monkeypatch, tmp_path):
+def driver(patch, row: str = "580.65.06, 0, Disabled", names=("NVIDIA H100",) * 2, right=True, seen=True) -> Outcome:
+    """`driver` on two GPUs of which the second is listed as ``row``."""
+    listed = [text.split(", ") for text in ("580.65.06, 0, Disabled", row)]
+    patch.setattr(machine, "smi", lambda fields, kind="gpu": listed)
+    patch.setattr(torch.version, "cuda", "13.0")
+    patch.setattr(torch.cuda, "device_count", lambda: 2)
+    properties = [SimpleNamespace(name=name, total_memory=80 * GIB) for name in names]
+    patch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    patch.setattr(machine, "computes", lambda torch, device: right)
+    return machine.driver(Setting("cuda" if seen else "cpu", 2, "/tmp"))
+
+
+@plant("driver", "old driver")
+def _(patch, is_there):
+    if not is_there:
+        return driver(patch)
+    patch.setattr(torch.version, "cuda", "13.0")
+    patch.setattr(machine, "smi", lambda fields, kind="gpu": [["550.54.15", "0", "[N/A]"]])
+    return machine.driver(CPU)
+
+
+@plant("driver", "MIG")
+def _(patch, is_there):
+    rows = [["580.65.06", "0", "Enabled" if is_there else "Disabled"]]
+    outcome = driver(patch)
+    patch.setattr(machine, "smi", lambda fields, kind="gpu": rows)
+    return machine.driver(Setting("cuda", 1, "/tmp")) if is_there else outcome
+
+
+@plant("driver", "two kinds")
+def _(patch, is_there):
+    return driver(patch, names=("NVIDIA H100", "NVIDIA A100" if is_there else "NVIDIA H100"))
+
+
+@plant("driver", "ECC error")
+def _(patch, is_there):
+    return driver(patch, f"580.65.06, {3 if is_there else '[N/A]'}, [N/A]")
+
+
+@plant("driver", "wrong product")
+def _(patch, is_there):
+    return driver(patch, right=not is_there)
+
+
+@plant("gpu-memory", "another process")
+def _(patch, is_there):
+    rows = {"gpu": [["81559", "4"], ["81559", "30000" if is_there else "600"]], "compute-apps": [["4711"], ["4712"]]}
+    patch.setattr(machine, "smi", lambda fields, kind="gpu": rows[kind])
+    return machine.gpu_memory(GPU)
+
+
+@plant("shared-memory", "container's default")
+def _(patch, is_there):
+    patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=(64 << 20) if is_there else 3 * GIB))
+    return machine.shared_memory(CPU, str(patch.tmp_path))
+
+
+@plant("open-files", "limit of 1024")
+def _(patch, is_there):
+    patch.setattr(resource, "getrlimit", lambda kind: (1024 if is_there else resource.RLIM_INFINITY, 65535))
+    return machine.open_files(CPU)
+
+
+@plant("host-memory", "full control group")
+def _(patch, is_there):
     """A control group of 8 GiB on a host of 64."""
-    (tmp_path / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {64 << 20} kB\n")
-    texts = {"max": 8 * GIB, "current": used * GIB, "stat": "inactive_file 0"}
+    folder = patch.tmp_path
+    (folder / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {64 << 20} kB\n")
+    texts = {"max": 8 * GIB, "current": (7 if is_there else 1) * GIB, "stat": "inactive_file 0"}
     for name, text in texts.items():
-        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
-    monkeypatch.setattr(host.available_gib, "__defaults__", (tmp_path / "meminfo", tmp_path))
-    assert machine.host_memory(Setting("cpu", 2, "/tmp")).status == status
+        (folder / f"memory.{name}").write_text(f"{text}\n")
+    patch.setattr(host.available_gib, "__defaults__", (folder / "meminfo", folder))
+    return machine.host_memory(CPU)
+
+
+@plant("shared-folder", "stale file")
+def _(patch, is_there):
+    patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=50 * GIB))
+    if is_there:
+        patch.setattr(Path, "read_text", lambda path: "stale")
+    return machine.shared_folder(Setting("cpu", 2, str(patch.tmp_path)))
+
+
+def compilers(patch, setting: Setting = CPU) -> Outcome:
+    for variable in machine.CACHES:
+        patch.setenv(variable, str(patch.tmp_path / variable))
+    return machine.compilers(setting)
+
+
+@plant("compilers", "read-only cache")
+def _(patch, is_there):
+    def refuse(dir):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    if is_there:
+        patch.setattr(machine.tempfile, "TemporaryFile", refuse)
+    return compilers(patch)
+
+
+@plant("compilers", "no nvcc")
+def _(patch, is_there):
+    patch.setattr(shutil, "which", lambda name: None if is_there else f"/usr/local/cuda/bin/{name}")
+    return compilers(patch, Setting("cpu", 2, "/tmp", "recipes/tiny/grpo.yaml", ["rollout.all_reduce=flashinfer"]))
+
+
+# -- between ranks and nodes
+
+
+def in_job(patch, job: Job, check: Callable[[], Outcome]) -> Outcome:
+    for module in (machine, rates):
+        patch.setattr(module, "open_store", lambda setting: job.store)
+    patch.setitem(rates.LINK_BYTES, "cuda", 4 << 10)
+    nccl.steady(rates, patch)
+    return job.run(patch, check)[0]
+
+
+def nodes(patch, folder_of: Callable[[int], Path], fabric: set[int] = frozenset({0, 1})) -> Outcome:
+    """`nodes` on two nodes. ``folder_of``: node → its folder of runs; ``fabric``: nodes with InfiniBand."""
+    patch.setattr(machine, "has_fabric", lambda setting: nccl._own.rank in fabric)
+    setting = lambda: Setting("cuda", 1, str(folder_of(nccl._own.rank)), wait_s=0.5)  # noqa: E731
+    outcome = in_job(patch, Job(2, 1), lambda: machine.nodes_together(setting()))
+    assert outcome.status == "fail" or list(patch.tmp_path.iterdir()) == []
+    return outcome
+
+
+@plant("nodes", "two folders")
+def _(patch, is_there):
+    return nodes(patch, lambda node: patch.tmp_path / f"runs{node if is_there else ''}")
+
+
+@plant("nodes", "no InfiniBand")
+def _(patch, is_there):
+    return nodes(patch, lambda node: patch.tmp_path / "runs", {0} if is_there else {0, 1})
+
+
+@plant("collectives", "wrong sum")
+def _(patch, is_there):
+    if is_there:
+        patch.setattr(rates, "all_reduce", lambda *arguments: (False, 1.0))
+    return in_job(patch, Job(2, 2), lambda: rates.collectives(Setting("cuda", 2, "")))
+
+
+@plant("binding", "shared GPU")
+def _(patch, is_there):
+    visible = "0,1" if is_there else "3,1,0,2"
+    job = Job(2, 4, environment=lambda rank: {"CUDA_VISIBLE_DEVICES": visible})
+    return in_job(patch, job, lambda: machine.binding(GPU))
+
+
+# -- the learner
+
+
+@plant("fp32", "TF32")
+def _(patch, is_there):
+    multiply = torch.mm
+
+    def as_tf32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return multiply(*((x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (a, b)))
+
+    if is_there:
+        patch.setattr(torch, "mm", as_tf32)
+    return learner.products(CPU)
+
+
+@plant("attention", "A100 without flash-attn")
+def _(patch, is_there):
+    config = SimpleNamespace(params_dtype=torch.bfloat16)
+    patch.setattr(learner, "attention_config", lambda setting: (config, "bf16, heads of 128"))
+    patch.setattr(attention, "packed_attention", lambda config: "unfused" if is_there else "flash")
+    patch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    return learner.attention(GPU)
 
 
 # -- engines, with stand-ins that answer as the real ones do
@@ -151,22 +286,13 @@ class Learner:
 class Engine:
     """What one engine returns. Faults are keywords."""
 
-    kept: list[Any] = []
-
-    def __init__(
-        self, attention="FLASH_ATTN", experts="TritonExperts", off=0.0, is_second=True, keeps=False, stream="learner's"
-    ) -> None:
-        self.attention, self.experts, self.off, self.keeps = attention, experts, off, keeps
+    def __init__(self, attention="FLASH_ATTN", experts="TritonExperts", off=2e-3, stream="learner's") -> None:
+        self.attention, self.experts, self.off = attention, experts, off
         if stream == "learner's":
             leave_default_stream(torch.device("cuda", 0))
         if stream != "none":
             streams.ask_vllm()
-        self.model = torch.nn.Linear(2, 2)
-        self.model.kv_cache = [torch.zeros(2)]
-        configuration = SimpleNamespace(use_v2_model_runner=is_second)
-        self._llm = SimpleNamespace(
-            llm_engine=SimpleNamespace(vllm_config=configuration), apply_model=lambda function: [function(self.model)]
-        )
+        self._llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(use_v2_model_runner=True)))
 
     def describe_precision(self) -> dict[str, str]:
         return {"attention": f"vLLM {self.attention}", "activation": f"vLLM {self.experts}"}
@@ -178,116 +304,88 @@ class Engine:
         pass
 
     def close(self) -> None:
-        if self.keeps:
-            self.kept.append(self.model)
-        self.model = None
+        pass
 
 
-@pytest.fixture
-def node(monkeypatch):
-    """A node with a GPU whose engines are as the test plants them: in their place, and in that of learners."""
-    Engine.kept = []
-    planted: dict[str, Any] = {}
-    streams.install(monkeypatch)
-    monkeypatch.setattr(megatron_rl.learner.learner, "Learner", Learner)
+def on_gpu(patch, **faults: Any) -> None:
+    """A node with a GPU whose engines have ``faults``: in their place, and in that of learners."""
+    streams.install(patch)
+    patch.setattr(megatron_rl.learner.learner, "Learner", Learner)
 
     def start(recipe: Any, learner: Any) -> Engine:
-        streams.import_vllm(monkeypatch)
-        return Engine(**planted)
+        streams.import_vllm(patch)
+        return Engine(**faults)
 
-    for module in (engine, engine):
-        monkeypatch.setattr(module, "start_engine", start)
-        monkeypatch.setattr(module, "generate", lambda recipe, learner, generator: generator.batch())
-    monkeypatch.setattr(ranks, "gather_objects", lambda own: [own])
-    monkeypatch.setattr(process_groups, "resolve_device", lambda device: torch.device("cuda", 0))
-    monkeypatch.setattr(engines, "hand_over", lambda learner, generator: None)
-    return planted
+    patch.setattr(engine, "start_engine", start)
+    patch.setattr(engine, "generate", lambda recipe, learner, generator: generator.batch())
+    patch.setattr(ranks, "gather_objects", lambda own: [own])
+    patch.setattr(process_groups, "resolve_device", lambda device: torch.device("cuda", 0))
+    patch.setattr(engines, "hand_over", lambda learner, generator: None)
 
 
-def test_a_sound_engine(node):
-    outcome = engine.built(GPU)
-    assert (outcome.status, "all 3 tensors of the closed engine are gone" in outcome.reason) == ("pass", True), outcome
+def built(patch, setting: Setting = GPU, **faults: Any) -> Outcome:
+    on_gpu(patch, **faults)
+    return engine.built(setting)
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ({"stream": "its own"}, "the current stream is stream 0 before the engine and stream 1 beside it"),
-        ({"attention": "FLEX_ATTENTION"}, "vLLM took FLEX_ATTENTION for attention in bf16"),
-        ({"experts": "TrtLlmBf16ExpertsModular"}, "vLLM took TrtLlmBf16ExpertsModular for experts"),
-        ({"keeps": True}, "3 of 3 tensors live on"),
-    ],
-    ids=["stream", "attention", "experts", "release"],
-)
-def test_an_engine_that_is_not_sound(fault, told, node):
-    node |= fault
-    outcome = engine.built(GPU)
-    assert (outcome.status, told in outcome.reason) == ("fail", True), outcome
-    assert outcome.fix
+@plant("engine", "stream of its own")
+def _(patch, is_there):
+    return built(patch, stream="its own" if is_there else "learner's")
 
 
-def test_a_learner_on_the_default_stream_is_named(node, monkeypatch):
+@plant("engine", "other kernels")
+def _(patch, is_there):
+    return built(patch, experts="TrtLlmBf16ExpertsModular" if is_there else "TritonExperts")
+
+
+@plant("engine", "wrong log-probs")
+def _(patch, is_there):
+    return built(patch, off=0.02 if is_there else 2e-3)
+
+
+@plant("parity", "wrong operator")
+def _(patch, is_there):
+    ratios = [("learner", "0.q", 0.5), ("vLLM decode", "0.q", 0.7), ("vLLM decode", "0.k", 2.0 if is_there else 0.2)]
+    errors = [OperatorError(w, tap, r, 1.0, r, r, 1.0, 0.0, (0, 3), int(r > 1), 8) for w, tap, r in ratios]
+    return engine.judge_parity("the tiny model", Comparison(errors))
+
+
+@plant("memory", "memory of others")
+def _(patch, is_there):
+    """The driver says that 1 GiB is in use, and from the second question on more."""
+    on_gpu(patch)
+    used = [1.0, 1.0, 60.0 if is_there else 1.0]
+
+    def mem_get_info() -> tuple[int, int]:
+        return int((80 - (used.pop(0) if len(used) > 1 else used[0])) * GIB), 80 * GIB
+
+    patch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    for name in ("reset_peak_memory_stats", "memory_reserved", "max_memory_reserved"):
+        patch.setattr(torch.cuda, name, lambda: 0)
+    return engine.memory(GPU)
+
+
+def test_a_learner_on_the_default_stream_is_named(monkeypatch):
     monkeypatch.setitem(globals(), "leave_default_stream", lambda device: None)
-    node["stream"] = "none"
-    assert "the current stream is default" in engine.built(GPU).reason
+    assert "the current stream is default" in built(monkeypatch, stream="none").reason
 
 
-def test_the_kernels_of_fp32_are_others(node, tmp_path):
+def test_the_kernels_of_fp32_are_others(monkeypatch):
     recipe = Setting("cuda", 1, "/tmp", "recipes/tiny/grpo.yaml", ["learner.dtype=fp32", "rollout.dtype=fp32"])
-    assert "vLLM took FLASH_ATTN for attention in fp32" in engine.built(recipe).reason
-    node["attention"] = "TRITON_ATTN"
-    assert engine.built(recipe).status == "pass"
+    assert "vLLM took FLASH_ATTN for attention in fp32" in built(monkeypatch, recipe).reason
+    assert built(monkeypatch, recipe, attention="TRITON_ATTN").status == "pass"
 
 
-def test_ranks_of_one_engine_with_different_sums(node, monkeypatch):
+def test_ranks_of_one_engine_with_different_sums(monkeypatch):
     """As where one rank may not reach its peer's memory, and vLLM leaves its own all-reduce there alone."""
-    others = {"ca_comm": SimpleNamespace(disabled=False)}, {"ca_comm": SimpleNamespace(disabled=True)}
-    groups = [SimpleNamespace(device_communicator=SimpleNamespace(**parts)) for parts in others]
     from vllm.distributed import parallel_state
 
+    on_gpu(monkeypatch)
     gathered = []
-    for group in groups:
+    for disabled in (False, True):
+        group = SimpleNamespace(device_communicator=SimpleNamespace(ca_comm=SimpleNamespace(disabled=disabled)))
         monkeypatch.setattr(parallel_state, "get_tp_group", lambda group=group: group)
         monkeypatch.setattr(ranks, "gather_objects", lambda own: gathered.append(own) or list(gathered))
         outcome = engine.built(Setting("cuda", 2, "/tmp"))
     assert gathered[0].sums == "custom, SimpleNamespace"
     assert (outcome.status, outcome.reason.startswith("rank 1: kernels are")) == ("fail", True), outcome
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_runners(version, node, monkeypatch):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(version - 1))
-    node |= {"is_second": version == 2, "off": 2e-3}
-    assert engine.runner(GPU).status == "pass"
-
-
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("fault", ["another runner", "other log-probs"])
-def test_a_runner_that_is_not_sound(fault, version, node, monkeypatch):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(version - 1))
-    node |= {"is_second": (version == 2) != (fault == "another runner"), "off": 0.02 if "log" in fault else 2e-3}
-    outcome = engine.runner(GPU)
-    assert (outcome.status, "model runner" in outcome.reason) == ("fail", True), outcome
-
-
-def measured(monkeypatch, used: list[float]) -> Outcome:
-    """`memory` where the driver says ``used`` GiB of 80, one after the other, and then the last."""
-    left = list(used)
-
-    def mem_get_info() -> tuple[int, int]:
-        return int((80 - (left.pop(0) if len(left) > 1 else left[0])) * GIB), 80 * GIB
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
-    for name in ("reset_peak_memory_stats", "memory_reserved", "max_memory_reserved"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    return engine.memory(Setting("cuda", 1, "/tmp", scratch="/tmp"))
-
-
-def test_memory(node, monkeypatch):
-    outcome = measured(monkeypatch, [1.0])
-    assert outcome.status == "pass", outcome
-
-
-def test_memory_that_another_process_takes(node, monkeypatch):
-    outcome = measured(monkeypatch, [1.0, 1.0, 60.0])
-    assert (outcome.status, "engine asleep 60.00 of" in outcome.reason) == ("fail", True), outcome

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.doctor import frame
-from megatron_rl.doctor.checks import CHECKS, Check, Setting
+from megatron_rl.doctor.checks import CHECKS, Check, Outcome, Setting
+from megatron_rl.doctor.command import MINUTES, QUICK_MINUTES, choose
 from megatron_rl.doctor.frame import run_check, run_checks
+from megatron_rl.errors import Fault, InputError
 
 PROGRAM = """
 import json, os, sys, time
@@ -53,7 +55,7 @@ def stand_in(monkeypatch, tmp_path):
 
 
 def check(name: str, seconds: float = 20, **options) -> Check:
-    return Check(name, "?", "none.none", seconds, **options)
+    return Check(name, seconds, "?", "none.none", **options)
 
 
 SETTING = Setting("cpu", 2, "/tmp")
@@ -71,9 +73,10 @@ def test_the_others_run_on():
 
 
 def test_a_check_that_hangs_is_ended_with_all_that_it_started():
-    result = run_check(check("hangs", 1.0), SETTING, 60)
+    result = run_check(check("hangs"), SETTING, 1.0)
     assert result.outcome.status == "fail"
-    assert "still running after 1 s" in result.outcome.reason
+    assert result.outcome.reason == "it had not ended after 1 s (its budget: 20 s)"
+    assert "--only hangs" in result.outcome.fix
     worker = int(result.log.split("worker ")[1])
     deadline = time.monotonic() + 10
     while Path(f"/proc/{worker}").exists() and "Z" not in Path(f"/proc/{worker}/stat").read_text().split()[2]:
@@ -87,9 +90,9 @@ def test_a_process_that_cannot_be_ended_holds_up_nobody(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(frame.os, "killpg", lambda pid, signal: pids.append(pid))
         patch.setattr(frame, "END_S", 0.1)
-        result = run_check(check("hangs", 1.0), SETTING, 60)
+        result = run_check(check("hangs"), SETTING, 1.0)
     os.killpg(pids[0], 9)
-    assert (result.outcome.status, "still running after 1 s" in result.outcome.reason) == ("fail", True)
+    assert (result.outcome.status, "not ended after 1 s" in result.outcome.reason) == ("fail", True)
 
 
 def test_a_rank_that_dies_ends_the_check_and_is_named():
@@ -124,21 +127,42 @@ def test_a_rank_of_a_job_runs_one_process_of_the_job(monkeypatch):
     assert run_check(check("a", ranks="job"), inside, 60).outcome.reason.startswith("64")  # its own outcome
 
 
-def test_what_has_no_gpu_or_no_time_is_not_run():
-    checks = [check("a", gpu_only="no GPU at hand"), check("b")]
-    assert run_checks(checks, SETTING, 60)[0].outcome.reason == "no GPU at hand"
-    late = run_checks([check("b")], SETTING, 0)[0].outcome
-    assert (late.status, late.reason) == ("not run", "the time for all checks was over (--minutes)")
+def test_what_has_no_gpu_is_not_run():
+    assert run_check(check("a", gpu_only="no GPU at hand"), SETTING, 60).outcome.reason == "no GPU at hand"
 
 
-def test_a_check_that_the_time_for_all_cuts_short_is_told_from_a_hang():
-    outcome = run_checks([check("hangs", 20)], SETTING, 1.0)[0].outcome
-    assert (outcome.status, "the time for all checks was over (--minutes)" in outcome.reason) == ("fail", True)
-    assert "--only hangs" in outcome.fix
+def test_time_is_dealt_by_budgets_and_what_is_left_goes_on(monkeypatch):
+    limits, clock = [], [0.0]
+    monkeypatch.setattr(frame.time, "monotonic", lambda: clock[0])
+
+    def run(check, setting, folder, limit):
+        limits.append((limit, setting.wait_s))
+        clock[0] += 1.0
+        return Outcome("pass", ""), ""
+
+    monkeypatch.setattr(frame, "_in_processes", run)
+    run_checks([check("a", 10), check("b", 30)], SETTING, 80)
+    assert limits == [(20.0, 20 / 6), (79.0, 79 / 6)]
 
 
-def test_all_checks_together_keep_to_the_minutes_on_a_gpu():
-    """The deadlines are for what hangs: one such check leaves time for the others."""
-    assert max(c.seconds for c in CHECKS) <= 300
+def test_budgets_are_those_of_ten_minutes_and_of_two():
+    assert sum(check.budget_s for check in CHECKS) == 60 * MINUTES
+    quick = choose(None, job=False, quick=True)
+    assert sum(check.budget_s for check in quick) < 1.1 * 60 * QUICK_MINUTES
+    assert not any(check.function.startswith("engine.") for check in quick)
     assert len({c.name for c in CHECKS}) == len(CHECKS)
     assert all(callable(c.load()) for c in CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(InputError("words"), "words"), (Fault("words"), "words"), (KeyError("k"), "KeyError: 'k'")]
+)
+def test_an_exception_is_a_failure(monkeypatch, capsys, error, reason):
+    def raises(setting):
+        raise error
+
+    monkeypatch.setattr(Check, "load", lambda self: raises)
+    outcome, raised = frame.attempt("packages", SETTING)
+    assert (raised, outcome.status, outcome.reason) == (True, "fail", reason)
+    assert outcome.fix
+    assert "Traceback" in capsys.readouterr().err

@@ -1,8 +1,7 @@
-"""What a node may lack, in both outcomes."""
+"""What a node may lack, beside the faults of test_checks_planted_faults.py."""
 
 from __future__ import annotations
 
-import resource
 import shutil
 from types import SimpleNamespace
 
@@ -19,31 +18,6 @@ GIB = machine.GIB
 
 def disk(monkeypatch, gib: float) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=gib * GIB))
-
-
-def limits(monkeypatch, soft: int) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, 65535))
-
-
-@pytest.mark.parametrize(("gib", "status"), [(2.1, "pass"), (0.06, "fail")])  # two ranks want one each
-def test_shared_memory(monkeypatch, tmp_path, gib, status):
-    disk(monkeypatch, gib)
-    outcome = machine.shared_memory(SETTING, str(tmp_path))
-    assert outcome.status == status
-    assert "--shm-size" in outcome.fix or status == "pass"
-    assert machine.shared_memory(SETTING, str(tmp_path / "none")).status == "fail"
-
-
-@pytest.mark.parametrize(("soft", "status"), [(1024, "fail"), (8192, "pass"), (resource.RLIM_INFINITY, "pass")])
-def test_open_files(monkeypatch, soft, status):
-    limits(monkeypatch, soft)
-    assert machine.open_files(SETTING).status == status
-
-
-@pytest.mark.parametrize(("gib", "status"), [(3.9, "fail"), (4.1, "pass")])
-def test_host_memory(monkeypatch, gib, status):
-    monkeypatch.setattr(machine, "available_gib", lambda: gib)
-    assert machine.host_memory(SETTING).status == status
 
 
 def test_a_recipe_that_records_routes_wants_their_memory(monkeypatch):
@@ -80,59 +54,58 @@ def test_a_file_servers_clock(monkeypatch, tmp_path):
     assert (outcome.status, "clock is +3600" in outcome.reason) == ("fail", True)
 
 
-def test_a_file_system_that_gives_back_something_else(monkeypatch, tmp_path):
-    disk(monkeypatch, 50)
-    monkeypatch.setattr(machine.Path, "read_text", lambda path: "stale")
-    outcome = machine.shared_folder(Setting("cpu", 2, str(tmp_path)))
-    assert (outcome.status, "read back as 'stale'" in outcome.reason) == ("fail", True)
+@pytest.mark.parametrize(
+    ("device", "devices", "environment", "has"),
+    [
+        ("cuda", [], {}, False),
+        ("cuda", ["mlx5_0"], {}, True),
+        ("cuda", [], {"NCCL_IB_DISABLE": "1"}, True),
+        ("cuda", [], {"NCCL_NET": "Socket"}, True),
+        ("cpu", [], {}, True),
+    ],
+)
+def test_infiniband_is_asked_for_where_nccl_would_take_it(device, devices, environment, has, monkeypatch, tmp_path):
+    for name in ("NCCL_IB_DISABLE", "NCCL_NET", "NCCL_NET_PLUGIN"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+    for name in devices:
+        (tmp_path / name).mkdir()
+    setting = Setting(device, 1, "/tmp")
+    assert machine.has_fabric(setting, tmp_path) == has
+    assert machine.has_fabric(setting, tmp_path / "none") == (has and not devices)
 
 
-# -- GPUs, with a driver of ours
+def test_files_that_are_not_there_or_say_something_else_are_unseen(tmp_path):
+    folder = tmp_path / ".doctor-x"
+    folder.mkdir()
+    (folder / "0").write_text(".doctor-x 0")
+    (folder / "2").write_text("of an earlier call")
+    assert machine._unseen(folder, 3) == [1, 2]
 
 
 @pytest.fixture
 def nvidia(monkeypatch, tmp_path):
     """`nvidia-smi` that answers with what the test writes."""
 
-    def answer(rows: list[str], processes: list[str] = (), fails: bool = False) -> None:
-        text = "exit 9\n" if fails else ""
-        text += 'case "$1" in --query-compute-apps*) cat <<E\n' + "\n".join(processes) + "\nE\n;; *) cat <<E\n"
+    def answer(*rows: str, fails: bool = False) -> None:
         program = tmp_path / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\n{text}" + "\n".join(rows) + "\nE\n;; esac\n")
+        program.write_text("#!/bin/sh\n" + "exit 9\n" * fails + "cat <<E\n" + "\n".join(rows) + "\nE\n")
         program.chmod(0o755)
 
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     return answer
 
 
-def test_smi_reads_rows(nvidia):
-    nvidia(["81559, 4", "81559, 5"])
-    assert machine.smi("memory.total,memory.used") == [["81559", "4"], ["81559", "5"]]
-    nvidia([], fails=True)
-    assert machine.smi("name") is None
-
-
 def test_gpus_that_torch_does_not_see(nvidia):
-    nvidia(["NVIDIA H100, 580.65, 9.0, 0"])
+    nvidia("580.65.06, 0, Disabled", "580.65.06, 0, Disabled")
+    assert machine.smi("any") == [["580.65.06", "0", "Disabled"]] * 2
     outcome = machine.driver(SETTING)
-    assert outcome.status == "fail"
-    assert "does not see one" in outcome.reason
+    assert (outcome.status, "2 GPUs are listed" in outcome.reason) == ("fail", True)
     assert "CUDA_VISIBLE_DEVICES" in outcome.fix
-    nvidia([], fails=True)
-    assert machine.driver(SETTING).status == "not run"
-
-
-@pytest.mark.parametrize(
-    ("ecc", "right", "status"),
-    [("0", True, "pass"), ("[N/A]", True, "pass"), ("3", True, "fail"), ("0", False, "fail")],
-)
-def test_a_driver_and_its_gpus(nvidia, monkeypatch, ecc, right, status):
-    nvidia([f"NVIDIA H100, 580.65, 9.0, {ecc}"])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    properties = SimpleNamespace(name="NVIDIA H100", total_memory=80 * GIB)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(machine, "computes", lambda torch, device: right)
-    assert machine.driver(Setting("cuda", 1, "/tmp")).status == status
+    nvidia(fails=True)
+    assert machine.smi("any") is None
+    assert machine.driver(SETTING).status == machine.gpu_memory(SETTING).status == "not run"
 
 
 def test_a_product_that_is_wrong_is_seen(monkeypatch):
@@ -149,23 +122,11 @@ def test_a_product_that_is_wrong_is_seen(monkeypatch):
     assert not machine.computes(torch, "cpu")
 
 
-def test_gpu_memory(nvidia):
-    setting = Setting("cuda", 2, "/tmp")
-    nvidia(["81559, 4", "81559, 600"])
-    assert machine.gpu_memory(setting).status == "pass"
-    nvidia(["81559, 4", "81559, 30000"], ["4711", "4712"])
-    outcome = machine.gpu_memory(setting)
-    assert (outcome.status, "GPU 1 30000 MiB; processes: 4711, 4712" in outcome.reason) == ("fail", True)
-    nvidia([], fails=True)
-    assert machine.gpu_memory(setting).status == "not run"
-
-
 def test_the_list_of_checks_has_their_bounds():
     bounds = {
         "shared-memory": f"{machine.SHARED_MEMORY_GIB:g} GiB free for each rank",
         "open-files": f"{machine.OPEN_FILES} files",
         "host-memory": f"{PROCESS_GIB:g} GiB a rank; {machine.CPU_RANK_GIB:g} on CPUs",
         "shared-folder": f"{machine.FREE_GIB:g} GiB free, and is its clock within {machine.MOST_SKEW_S:g} s",
-        "nodes": f"within {machine.MOST_SKEW_S:g} s",
     }
     assert {name: bound for name, bound in bounds.items() if bound not in find(name).question} == {}

@@ -84,14 +84,6 @@ def test_this_environment(monkeypatch):
     assert "requirements-cpu.txt" in outcome.fix
 
 
-def test_a_gpu_node_is_held_against_the_other_file(monkeypatch):
-    monkeypatch.setattr(machine, "installed", {"torch": "2.13.0+cu130", "vllm": "0.29.0"}.get)
-    outcome = machine.versions(SETTING)
-    assert outcome.status == "fail"
-    assert "vllm is 0.29.0, wanted ==0.30.0" in outcome.reason
-    assert "megatron-core is missing" in outcome.reason
-
-
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A copy of the patched Megatron-Core, which `patches` takes for the installed package."""
@@ -100,20 +92,6 @@ def tree(tmp_path, monkeypatch):
     shutil.copytree(package.root / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(machine.releases, "find_target", lambda *arguments: Target(tmp_path, package.version))
     return tmp_path, series
-
-
-def test_patches_that_are_applied(tree):
-    outcome = machine.patches(SETTING)
-    assert (outcome.status, outcome.figures["series"][tree[1].name]["state"]) == ("pass", "applied")
-    assert outcome.reason.startswith(f"{len(tree[1].of(None))} patches in ")
-
-
-def test_patches_that_are_not(tree):
-    folder, series = tree
-    apply_or_revert(series, Target(folder, None), True)
-    outcome = machine.patches(SETTING)
-    assert (outcome.status, outcome.fix) == ("fail", "megatron-rl patch apply")
-    assert "is not applied; without " in outcome.reason
 
 
 def test_sources_for_cpus_in_an_environment_for_cuda(tree, monkeypatch):

@@ -45,7 +45,7 @@ def guessing(monkeypatch):
 
 def doctor_in(job: Job, monkeypatch, before=lambda: None) -> list:
     monkeypatch.setitem(rates.LINK_BYTES, "cuda", 4 << 10)
-    monkeypatch.setattr(rates, "open_store", lambda rank: job.store)
+    monkeypatch.setattr(rates, "open_store", lambda setting: job.store)
     nccl.steady(rates, monkeypatch)
     job._install(monkeypatch)
     before()

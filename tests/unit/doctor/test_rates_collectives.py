@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.doctor import machine, rates
-from megatron_rl.doctor.rates import judge_links, ring
+from megatron_rl.doctor import rates
+from megatron_rl.doctor.rates import bad_links, ring
 
 CPU = torch.device("cpu")
 
@@ -29,18 +29,18 @@ def made_up(*speeds: float, kind: str = "in a node") -> list[dict]:
 
 
 def test_a_link_far_slower_than_its_kind_is_bad():
-    assert judge_links(made_up(100, 90, 110, 95), True) == []
-    (told,) = judge_links(made_up(100, 90, 20, 95), True)
+    assert bad_links(made_up(100, 90, 110, 95), True) == []
+    (told,) = bad_links(made_up(100, 90, 20, 95), True)
     assert told == "ranks 2: all_reduce 20.00 GiB/s, the median in a node is 92.50"
-    assert judge_links(made_up(100, 90, 20, 95), False) == []  # on one machine's loopback
+    assert bad_links(made_up(100, 90, 20, 95), False) == []  # on one machine's loopback
     # Links between nodes are held to their own kind.
-    assert judge_links(made_up(100, 90, 110) + made_up(10, 11, 12, kind="between nodes"), True) == []
+    assert bad_links(made_up(100, 90, 110) + made_up(10, 11, 12, kind="between nodes"), True) == []
 
 
 def test_a_link_with_a_problem_is_bad_and_no_measure_for_others():
     speeds_of_links = made_up(100, 90, 0, 95)
     speeds_of_links[2]["problem"] = "all_reduce gave wrong values"
-    assert judge_links(speeds_of_links, True) == ["ranks 2: all_reduce gave wrong values"]
+    assert bad_links(speeds_of_links, True) == ["ranks 2: all_reduce gave wrong values"]
 
 
 def outcome(device: str, *problems: str):
@@ -48,7 +48,7 @@ def outcome(device: str, *problems: str):
     speeds_of_links = [*made_up(*[1.0] * len(problems)), whole]
     for link, problem in zip(speeds_of_links, problems):
         link["problem"] = problem
-    return rates._outcome(speeds_of_links, len(problems), device)
+    return rates.judge_links(speeds_of_links, len(problems), device)
 
 
 def test_the_outcome_names_links_and_a_fix():
@@ -101,49 +101,16 @@ def test_sums_of_the_largest_job_are_exact():
     assert rates._EXACT - 1 + 256 * 256 < 2**24
 
 
-# -- nodes
-
-
-def test_nodes_that_see_each_other(tmp_path):
-    good = machine.judge_nodes(tmp_path, {0: "a", 1: "b"}, {}, {"b": 0.5})
-    assert (good.status, good.figures["clock_skew_s"]) == ("pass", {"b": 0.5})
-    assert "seen by 2 of 2 nodes" in good.reason
-
-
-def test_a_folder_that_is_not_shared(tmp_path):
-    bad = machine.judge_nodes(tmp_path, {0: "a", 1: "b", 2: "c"}, {"a": "1,2"}, {})
-    assert bad.status == "fail"
-    assert bad.reason.endswith("a does not see files of b, c")
-    assert "--shared" in bad.fix
-
-
-@pytest.mark.parametrize("skew", [-60.0, 5.1])
-def test_clocks_that_differ(tmp_path, skew):
-    bad = machine.judge_nodes(tmp_path, {0: "a", 1: "b"}, {}, {"b": skew})
-    assert (bad.status, f"b {skew:+.1f} s" in bad.reason) == ("fail", True)
-
-
-def test_files_that_are_not_there_or_say_something_else_are_unseen(tmp_path):
-    folder = tmp_path / ".doctor-x"
-    folder.mkdir()
-    (folder / "0").write_text(".doctor-x 0")
-    (folder / "2").write_text("of an earlier call")
-    assert machine._unseen(folder, 3) == [1, 2]
-
-
-class Store:
-    """A peer whose clock is ``ahead`` seconds ahead."""
-
-    def __init__(self, ahead: float) -> None:
-        self.ahead = ahead
-
-    def set(self, key, value):
-        self.at = machine.time.time() + self.ahead
-
-    def get(self, key):
-        return repr(self.at).encode()
-
-
-@pytest.mark.parametrize("ahead", [0.0, 30.0, -30.0])
-def test_skew_leaves_out_what_the_way_explains(ahead):
-    assert machine._skew(Store(ahead), 1) == pytest.approx(ahead, abs=1.0)
+def test_links_are_those_of_their_worst_end_and_absent_ranks_are_named():
+    answers = [
+        ["a", [[9.0, 9.0, ""], None, [3.0, 3.0, ""]]],
+        ["b", [[8.0, 9.0, ""], [5.0, 5.0, "x"], [2.0, 3.0, ""]]],
+        None,
+    ]
+    links = [rates._link(answers, i, ranks, "") for i, ranks in enumerate([(0, 1), (1, 2)])]
+    assert links[0] == {"ranks": "ranks 0-1 (a, b)", "kind": "between nodes", "problem": ""} | {
+        "all_reduce": 8.0,
+        "all_to_all": 9.0,
+    }
+    assert (links[1]["kind"], links[1]["problem"]) == ("in a node", "no answer of rank 2")
+    assert rates._link(answers[:2], 2, (0, 1), "all")["ranks"] == "all"
