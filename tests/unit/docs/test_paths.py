@@ -18,6 +18,7 @@ SHORT = re.compile(r"(?<![\w./-])[a-z_]+(?:/[a-z_]+)*/[\w-]+\.(?:py|yaml|sbatch|
 HISTORY = ("no longer", "by hand, ", "today's code", "used to be", "in an earlier version", "was changed to")
 ELSEWHERE = ("plots/", "servers/<", "checkpoints/", "my/")  # of a run, a user
 ELSEWHERE += ("verl/", "slime/", "nemo_rl/", "vllm/", "megatron/core/")  # of another project
+ELSEWHERE += ("torch/", "triton/", "transformer_engine/", "nvidia/", "flashinfer/")  # of a package
 
 
 @cache
