@@ -135,26 +135,16 @@ class Check:
 # graphs, each captured twice. With seven sizes that is 65 s; 25 s where vLLM is imported already is a guess.
 QUICK_S = 20  # the largest budget under --quick
 CHECKS = (
-    Check(
-        "packages",
-        5,
-        "Are the installed versions those of requirements.txt (CPU: requirements-cpu.txt)?",
-        "machine.versions",
-    ),
+    Check("packages", 5, "Are the installed versions those of requirements.txt (or -cpu.txt)?", "machine.versions"),
     Check("patches", 5, "Is every patch to Megatron-Core applied?", "machine.patches"),
-    Check(
-        "driver",
-        15,
-        "Are GPUs of one kind, whole (no MIG), without uncorrected ECC errors, and does each multiply bf16 exactly?",
-        "machine.driver",
-    ),
+    Check("driver", 15, "Are GPUs whole, of one kind, without ECC errors, and multiply exactly?", "machine.driver"),
     Check("gpu-memory", 5, "Does no other process hold GPU memory?", "machine.gpu_memory", gpu_only="no GPU"),
     Check("shared-memory", 5, "Has /dev/shm 1 GiB free for each rank?", "machine.shared_memory"),
     Check("open-files", 5, "May a process open 8192 files and sockets?", "machine.open_files"),
     Check(
         "host-memory",
         5,
-        "Does the host have the memory that `plan` says (without RECIPE, 8 GiB a rank; 2 on CPUs)?",
+        "Has the host what `plan` says (without RECIPE, 8 GiB a rank; 2 on CPUs)?",
         "machine.host_memory",
     ),
     Check(
@@ -163,17 +153,8 @@ CHECKS = (
         "Can the folder of runs be written, has it 10 GiB free, and is its clock within 5 s of ours?",
         "machine.shared_folder",
     ),
-    Check(
-        "compilers", 5, "Can caches of compilers be written, and is nvcc here if RECIPE needs it?", "machine.compilers"
-    ),
-    Check(
-        "nodes",
-        20,
-        "Do all nodes see the folder of runs, and have InfiniBand?",
-        "machine.nodes_together",
-        "job",
-        port=20,
-    ),
+    Check("compilers", 5, "Can caches of compilers be written, and is nvcc here if needed?", "machine.compilers"),
+    Check("nodes", 20, "Do all see the folder of runs, and have InfiniBand?", "machine.nodes_together", "job", port=20),
     Check(
         "collectives",
         20,
@@ -183,13 +164,7 @@ CHECKS = (
         port=21,
     ),
     Check(
-        "binding",
-        10,
-        "Does every rank have a GPU of its own?",
-        "machine.binding",
-        "job",
-        gpu_only="no GPU for a rank to have",
-        port=22,
+        "binding", 10, "Does every rank have a GPU of its own?", "machine.binding", "job", gpu_only="no GPU", port=22
     ),
     Check("fp32", 15, "Does each library multiply fp32 matrices in full, and not as TF32?", "learner.products"),
     Check(
@@ -230,32 +205,10 @@ CHECKS = (
         "engine.built",
         "node",
     ),
-    Check(
-        "mismatch",
-        95,
-        "Is the engine at most 8 times as far from the fp32 learner as the learner is, in each type?",
-        "engine.mismatch",
-    ),
-    Check(
-        "parity",
-        70,
-        "Is every operator of both engines within its bound, on the tiny model and RECIPE's first layers?",
-        "engine.parity",
-    ),
-    Check(
-        "refit",
-        70,
-        "Does vLLM's own checkpoint, sent as an update, change no bit, and do log-probs follow new weights?",
-        "engine.refit",
-        "node",
-    ),
-    Check(
-        "memory",
-        80,
-        "Does each phase of a step take at most the memory that `plan` expects?",
-        "engine.memory",
-        gpu_only="no GPU whose memory could be measured",
-    ),
+    Check("mismatch", 95, "Is vLLM at most 8 times as far from the fp32 learner as the learner is?", "engine.mismatch"),
+    Check("parity", 70, "Is every operator within its bound (RECIPE's first layers, too)?", "engine.parity"),
+    Check("refit", 70, "Do vLLM's own weights change no bit, and log-probs follow new ones?", "engine.refit", "node"),
+    Check("memory", 80, "Does each phase of a step take at most what `plan` says?", "engine.memory", gpu_only="no GPU"),
 )
 
 

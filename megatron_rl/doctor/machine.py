@@ -40,13 +40,12 @@ FREE_GIB = 10.0  # as slurm/lib/preflight.sh: a small checkpoint and its logs
 MOST_SKEW_S = 5.0  # log lines of several nodes are read side by side
 LEAST_DRIVER = 580  # for CUDA 13
 _MATRIX = 512
-# Where vLLM, Triton, torch, FlashInfer and CUDA keep what they compile, unless the variable says so.
+# Where vLLM, Triton, torch and FlashInfer keep what they compile, unless the variable says so.
 CACHES = {
     "VLLM_CACHE_ROOT": "{cache}/vllm",
     "TRITON_CACHE_DIR": "{home}/.triton/cache",
     "TORCHINDUCTOR_CACHE_DIR": "{temporary}/torchinductor_{user}",
     "FLASHINFER_WORKSPACE_BASE": "{home}",
-    "CUDA_CACHE_PATH": "{home}/.nv/ComputeCache",
 }
 
 
