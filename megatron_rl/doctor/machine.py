@@ -365,6 +365,12 @@ def gather(store: Any, what: str, setting: Setting, index: int, count: int, valu
     return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
 
 
+def unanswered(answers: list[Any], who: str) -> Outcome | None:
+    """The failure where one of `gather`'s answers is missing."""
+    missing = [str(i) for i, answer in enumerate(answers) if answer is None]
+    return failed(f"no answer of {who} {', '.join(missing[:8])}", "See the logs there.") if missing else None
+
+
 def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
@@ -378,9 +384,7 @@ def binding(setting: Setting) -> Outcome:
     gpus = gather(open_store(setting), "gpu", setting, rank, size, own)
     if rank:
         return not_run("the first rank reports")
-    if missing := [str(i) for i, gpu in enumerate(gpus) if gpu is None]:
-        return failed(f"no answer of rank {', '.join(missing[:8])}", "See the logs of these ranks.")
-    return judge_binding([tuple(gpu) for gpu in gpus])
+    return unanswered(gpus, "rank") or judge_binding([tuple(gpu) for gpu in gpus])
 
 
 def judge_binding(gpus: list[tuple[str, str, int]]) -> Outcome:
@@ -418,9 +422,7 @@ def nodes_together(setting: Setting) -> Outcome:
         answers = gather(store, "node", setting, node, nodes, told)
     if node:
         return not_run("the first rank reports")
-    return judge_nodes(
-        shared, [answer or [f"node {i}, which did not answer", [], True] for i, answer in enumerate(answers)]
-    )
+    return unanswered(answers, "node") or judge_nodes(shared, answers)
 
 
 def _unseen(folder: Path, nodes: int) -> list[int]:

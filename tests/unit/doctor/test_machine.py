@@ -76,6 +76,16 @@ def test_infiniband_is_asked_for_where_nccl_would_take_it(device, devices, envir
     assert machine.has_fabric(setting, tmp_path / "none") == (has and not devices)
 
 
+def test_the_first_names_who_does_not_answer():
+    store, setting = torch.distributed.HashStore(), Setting("cpu", 2, "/tmp", wait_s=0.01)
+    assert machine.gather(store, "what", setting, 1, 3, [1]) == []
+    answers = machine.gather(store, "what", setting, 0, 3, [0])
+    assert answers == [[0], [1], None]
+    outcome = machine.unanswered(answers, "rank")
+    assert (outcome.status, outcome.reason) == ("fail", "no answer of rank 2")
+    assert machine.unanswered(answers[:2], "rank") is None
+
+
 def test_files_that_are_not_there_or_say_something_else_are_unseen(tmp_path):
     folder = tmp_path / ".doctor-x"
     folder.mkdir()
