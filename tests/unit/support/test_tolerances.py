@@ -15,7 +15,6 @@ STATEMENTS = {
     "parallel/test_families.py::test_biases_that_are_to_move_follow_the_load": "signs of fp32 sums",
     "parallel/test_memory.py::test_one_rank": "what the planner promises: 15%",
     "parallel/test_memory.py::test_every_rank_of_a_layout": "what the planner promises: 15%",
-    "unit/doctor/test_rates_collectives.py::test_skew_leaves_out_what_the_way_explains": "clocks have whole seconds",
     "unit/doctor/test_rates.py::test_products_are_those_of_a_layer_on_one_rank": "norms and routers are left out: 0.5%",
     "unit/tools/test_published.py::test_a_fit_finds_the_law_again": "least squares of four points that the law made",
     "unit/monitor/test_alarms.py::test_t_quantiles": "what t_quantile_975 allows its series",
