@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from types import SimpleNamespace
 
@@ -84,6 +85,17 @@ def test_the_first_names_who_does_not_answer():
     outcome = machine.unanswered(answers, "rank")
     assert (outcome.status, outcome.reason) == ("fail", "no answer of rank 2")
     assert machine.unanswered(answers[:2], "rank") is None
+
+
+def test_a_rank_tells_the_first_which_gpu_it_has(monkeypatch):
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(machine, "open_store", lambda setting: store)
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "SLURMD_NODENAME": "node1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}"))
+    assert machine.binding(Setting("cuda", 1, "/tmp")).status == "not run"
+    assert json.loads(store.get("gpu/5")) == ["GPU-1", "node1", 4]
 
 
 def test_files_that_are_not_there_or_say_something_else_are_unseen(tmp_path):
