@@ -35,11 +35,10 @@ from megatron_rl.rewards.forms import (
 )
 from megatron_rl.rewards.grammar import readings
 from megatron_rl.rewards.latex import Unread, spelled, tokenize
+from megatron_rl.rewards.sets import DESCRIBE_SETS, same_set
 from megatron_rl.rewards.tree import (
-    DESCRIBE_SETS,
     Algebra,
     Node,
-    RegionReader,
     TooLarge,
     exact,
     exact_or_none,
@@ -105,8 +104,10 @@ class _Comparison:
             return self._same_family(ours, theirs)
         if kinds & {"based", "date", "dash"}:
             return self._same_as_written(ours, theirs)
-        if kinds & DESCRIBE_SETS and (region := self._same_region(ours, theirs)) is not None:
-            return region
+        if kinds & DESCRIBE_SETS and not (is_equation(ours) or is_equation(theirs)):
+            verdict = same_set(ours, theirs, self._algebra)
+            if verdict is not None:
+                return verdict
         if "relation" in kinds:
             return self._same_relation(ours, theirs)
         ours, theirs = as_vector(as_matrix(ours), theirs), as_vector(as_matrix(theirs), ours)
@@ -152,18 +153,6 @@ class _Comparison:
         return False
 
     # Collections.
-
-    def _same_region(self, ours: Node, theirs: Node) -> bool | None:
-        """Return whether two sets of real numbers are equal; None if one is not such a set."""
-        reader = RegionReader(self._algebra)
-        one, other = reader.read(ours), reader.read(theirs)
-        if one is None or other is None:
-            return None
-        if ours.kind == theirs.kind == "relation" and ours.value == theirs.value == ("=",):
-            return None
-        if is_equation(ours) or is_equation(theirs):
-            return None
-        return one.pieces == other.pieces and (not one.variable or not other.variable or one.variable == other.variable)
 
     def _same_sets(self, ours: Node, theirs: Node) -> bool:
         if ours.kind != theirs.kind or not ours.args:

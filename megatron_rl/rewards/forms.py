@@ -9,12 +9,13 @@ from functools import reduce
 from itertools import permutations
 
 from megatron_rl.rewards import units
-from megatron_rl.rewards.tree import TURNED, Node, exact_or_none, negative, number, plain, replaced, walk
+from megatron_rl.rewards.tree import Node, exact_or_none, negative, number, plain, replaced, walk
 
 MAX_ITEMS = 64  # longest list that is compared in any order
 _MAX_SIGNS = 3  # largest number of ± in one value
 _DOTS = Node("name", value="ldots")
 _VOWELS = frozenset("aeiou")
+_TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
 def is_equation(node: Node) -> bool:
@@ -185,7 +186,7 @@ def exactly(node: Node) -> Node:
 
 def turned(node: Node) -> Node:
     """``b > a`` as ``a < b``."""
-    return Node("relation", node.args[::-1], tuple(TURNED.get(sign, sign) for sign in reversed(node.value)))
+    return Node("relation", node.args[::-1], tuple(_TURNED.get(sign, sign) for sign in reversed(node.value)))
 
 
 def name_first(node: Node) -> Node:
