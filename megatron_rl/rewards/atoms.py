@@ -3,11 +3,12 @@ r"""Reads the parts of an expression that do not depend on their neighbours: num
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from fractions import Fraction
 
 from megatron_rl.rewards import units
 from megatron_rl.rewards.latex import Token, Unread, words
-from megatron_rl.rewards.tree import Node, Number, number, plain, replaced, walk
+from megatron_rl.rewards.tree import Node, Number, exact, number, replaced, walk
 from megatron_rl.rewards.units import UnitCursor
 
 MAX_DIGITS = 2000
@@ -40,6 +41,7 @@ _GREEK = frozenset(
 _ALIGNED = frozenset(words("aligned align gathered gather split eqnarray multline alignedat"))
 _PLAIN_NAMES = {"infinity": r"\infty", "inf": r"\infty", "oo": r"\infty", "pi": r"\pi"}
 _UNKNOWN_FUNCTIONS = frozenset("fghFGH")
+_ALONE = ("matrix", "union", "list", "add", "mul", "div")  # what square brackets around it only group
 
 
 class AtomParser(UnitCursor):
@@ -49,30 +51,6 @@ class AtomParser(UnitCursor):
         super().__init__(tokens, unit_letters)
         self._in_bars = False
         self._in_builder = False
-
-    def _items(self) -> Node:
-        raise NotImplementedError
-
-    def _item(self) -> Node:
-        raise NotImplementedError
-
-    def _side(self) -> Node:
-        raise NotImplementedError
-
-    def _sum(self) -> Node:
-        raise NotImplementedError
-
-    def _product(self) -> Node:
-        raise NotImplementedError
-
-    def _power(self) -> Node:
-        raise NotImplementedError
-
-    def _exponent(self) -> Node:
-        raise NotImplementedError
-
-    def _starts_factor(self) -> bool:
-        raise NotImplementedError
 
     def _atom(self) -> Node:
         token = self._next()
@@ -96,16 +74,11 @@ class AtomParser(UnitCursor):
     def _money(self, currency: units.Unit) -> Node:
         """The amount behind a sign of currency: ``\$3``, ``\$3\text{ per hour}``, ``\$3 dollars``."""
         node = self._power()
-        while self._starts_factor() and not self._word_at() and not self._at(*units.CURRENCIES):
-            node = Node("mul", (node, self._power()))
-        behind = node if node.kind == "quantity" else self._behind(node)
-        while behind is not None and behind.kind != "quantity":
-            node, behind = behind, self._behind(behind)
+        while (behind := self._behind(node)) is not None and behind.kind != "quantity":
+            node = behind
         if behind is not None and behind.value not in (currency, units.COUNT):
             raise Unread("two units")
-        node = behind.args[0] if behind is not None else node
-        below = self._per(currency)
-        return Node("quantity", (node,), below)
+        return Node("quantity", (behind.args[0] if behind else node,), self._per(currency))
 
     def _number(self, token: Token) -> Node:
         return Node("number", value=read_number(token.text))
@@ -115,19 +88,18 @@ class AtomParser(UnitCursor):
         node = self._number(token)
         if not token.text.isdigit():
             return node
+        start, part = self._position, None
         top, slash, bottom = (self._peek(k) for k in range(3))
         if top is not None and top.text == r"\frac":
-            start = self._position
             part = self._atom()
-            digits = [arg.value for arg in part.args]
-            if all(isinstance(d, Number) and d.places is None for d in digits) and _is_proper(*digits):
-                return number(node.value.value + digits[0].value / digits[1].value)
-            self._position = start
         elif top and slash and bottom and top.space and slash.text == "/" and top.kind == bottom.kind == "number":
-            if not (top.text.isdigit() and bottom.text.isdigit() and 0 < int(top.text[:99]) < int(bottom.text[:99])):
-                raise Unread("two numbers side by side")
+            part = Node("div", (self._number(top), self._number(bottom)))
             self._position += 3
-            return number(node.value.value + Fraction(int(top.text), int(bottom.text)))
+        digits = [arg.value for arg in part.args] if part is not None else []
+        whole = digits and all(isinstance(digit, Number) and digit.places is None for digit in digits)
+        if whole and 0 < digits[0].value < digits[1].value:
+            return number(node.value.value + digits[0].value / digits[1].value)
+        self._position = start
         return node
 
     def _letters(self, token: Token) -> Node:
@@ -197,12 +169,12 @@ class AtomParser(UnitCursor):
             return Node("root", (self._argument(), index))
         if name == "binom":
             return Node("call", (self._argument(), self._argument()), "binom")
-        if name == "pi":
-            return Node("constant", value="pi")
-        if name == "infty":
-            return Node("constant", value="infinity")
-        if name in ("lvert", "lfloor", "lceil", "langle"):
-            return self._bars({"lvert": r"\rvert"}.get(name, rf"\r{name[1:]}"))
+        if name in ("pi", "infty"):
+            return Node("constant", value="infinity" if name == "infty" else "pi")
+        if name == "langle":
+            return self._brackets(r"\langle")
+        if name in ("lvert", "lfloor", "lceil"):
+            return self._bars(rf"\r{name[1:]}")
         if name == "emptyset":
             return Node("empty")
         if name in "RZNQC":
@@ -236,25 +208,17 @@ class AtomParser(UnitCursor):
 
     def _argument(self) -> Node:
         r"""An argument as TeX takes it: a group, one digit, one letter or one command."""
-        token = self._next()
-        if token.text == "{":
-            self._position -= 1
-            return self._group()
-        if token.kind == "number" and len(token.text) > 1 and token.text.isdigit():
-            self._tokens.insert(self._position, Token("number", token.text[1:]))
-            return self._number(Token("number", token.text[0]))
+        token = self._peek()
+        if token is not None and len(token.text) > 1 and (token.kind == "letters" or token.text.isdigit()):
+            pieces = [replace(token, text=token.text[0]), replace(token, text=token.text[1:])]
+            self._tokens[self._position : self._position + 1] = pieces
+            token = pieces[0]
+        if token is None or token.kind not in ("number", "letters"):
+            return self._atom()
+        self._position += 1
         if token.kind == "number":
             return self._number(token)
-        if token.kind == "letters":
-            if len(token.text) > 1:
-                self._tokens.insert(self._position, Token("letters", token.text[1:], token.roman))
-            name = token.text[0]
-            return Node("constant", value=name) if name in "ei" else Node("name", value=name)
-        if token.kind == "command":
-            return self._command(token.text[1:])
-        if token.text in ("(", "["):
-            return self._brackets(token.text)
-        raise Unread(f"{token.text} is not an argument")
+        return Node("constant" if token.text in "ei" else "name", value=token.text)
 
     def _function(self, name: str) -> Node:
         r"""``\sin x``, ``\sin^2 x``, ``\log_2 8``, ``\log(x+1)``, ``\max(a, b)``."""
@@ -282,12 +246,7 @@ class AtomParser(UnitCursor):
             node = Node("call", (args[0], base), "log")
         else:
             node = Node("call", args, name)
-        if (
-            power is not None
-            and plain(power) is not None
-            and plain(power).value == -1
-            and name in ("sin", "cos", "tan", "cot", "sec", "csc")
-        ):
+        if power is not None and exact(power) == -1 and name in ("sin", "cos", "tan", "cot", "sec", "csc"):
             return Node("call", args, f"arc{name}")
         return Node("pow", (node, power)) if power is not None else node
 
@@ -334,17 +293,10 @@ class AtomParser(UnitCursor):
 
     def _bars(self, closing: str) -> Node:
         saved = self._inside(bars=closing == "|")
-        items = [self._sum()]
-        while self._take(","):
-            items.append(self._sum())
+        inside = self._sum()
         self._expect(closing)
         self._outside(saved)
-        name = {r"\rfloor": "floor", r"\rceil": "ceil"}.get(closing, "abs")
-        if closing == r"\rangle":
-            return Node("tuple", tuple(items), "()")
-        if len(items) > 1:
-            raise Unread("a list between bars")
-        return Node("call", tuple(items), name)
+        return Node("call", (inside,), {r"\rfloor": "floor", r"\rceil": "ceil"}.get(closing, "abs"))
 
     def _brackets(self, opening: str) -> Node:
         r"""The bracket that was opened: a group, tuple, interval, set or set builder."""
@@ -365,21 +317,17 @@ class AtomParser(UnitCursor):
         closing = self._next().text
         self._outside(saved)
         self._french = outer
-        opening, closing = ("(" if opening == "]" else opening), (")" if closing == "[" else closing)  # `]0,1[`
-        if is_set:
-            if closing != r"\}":
-                raise Unread("a set is not closed")
+        if is_set and closing == r"\}":
             return Node("set", tuple(items)) if items else Node("empty")
-        if closing not in (")", "]"):
+        brackets = {"]": "(", r"\langle": "("}.get(opening, opening) + {"[": ")", r"\rangle": ")"}.get(closing, closing)
+        if brackets not in ("()", "(]", "[)", "[]"):
             raise Unread("a bracket is not closed")
-        if len(items) == 1 and (opening + closing == "()" or items[0].kind == "matrix"):
+        if len(items) == 1 and (brackets == "()" or items[0].kind in _ALONE):
             return items[0]
         rows = {(item.kind, item.value, len(item.args)) for item in items}
-        if len(rows) == 1 and opening + closing == "[]" and items[0].kind == "tuple" and items[0].value == "[]":
+        if len(rows) == 1 and brackets == "[]" and items[0].kind == "tuple" and items[0].value == "[]":
             return Node("matrix", tuple(cell for item in items for cell in item.args), len(items[0].args))
-        if len(items) == 1 and opening + closing == "[]" and items[0].kind in ("union", "list", "add", "mul", "div"):
-            return items[0]
-        return Node("tuple", tuple(items), opening + closing)
+        return Node("tuple", tuple(items), brackets)
 
     def _matrix(self) -> Node:
         name = self._spelled_argument()
@@ -449,10 +397,6 @@ class AtomParser(UnitCursor):
         if low is None or high is None:
             raise Unread("an integral without ends")
         return Node("call", (low, high, body), name)
-
-
-def _is_proper(top: Number, bottom: Number) -> bool:
-    return 0 < top.value < bottom.value
 
 
 def read_number(text: str) -> Number:

@@ -172,11 +172,11 @@ def is_time(ratio: Node) -> bool:
 
 
 def minutes(time: Node) -> Fraction | None:
-    """The minutes since midnight at a time with "am" or "pm", or behind noon; None for others."""
+    """The minutes since midnight at a time, which has a sign of the half day or is behind noon; None for others."""
     parts = [exact_or_none(arg) for arg in time.args]
-    if None in parts or not (time.value or parts[0] > 12):
+    if None in parts:
         return None
-    hour = parts[0] % 12 + 12 * (time.value == "pm") if time.value else parts[0]
+    hour = parts[0] % 12 + 12 * (time.value == "㏘") if time.value else parts[0]
     return sum((part / 60**k for k, part in enumerate(parts[1:])), hour * 60)
 
 

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from megatron_rl.rewards import units
 from megatron_rl.rewards.atoms import AtomParser
+from megatron_rl.rewards.forms import split_unit
 from megatron_rl.rewards.latex import Token, Unread, join_thousands, may_be_euler, tokenize, words
 from megatron_rl.rewards.phrases import base_numeral, option_of, phrase, word_key
 from megatron_rl.rewards.tree import Node, depth, exact_or_none, negative, number, walk
@@ -26,6 +27,8 @@ _NO_FACTOR = frozenset(
 _EXPRESSIONS = frozenset(words("add mul div divide neg pow root pm call percent quantity"))
 _IF = ("if", "for", "when", "where", "on")
 _BEHIND = frozenset("^!°'\"")
+_ENDS = frozenset([",", ";", "or", "and", "&", r"\\", r"\end"])
+_HALF_DAYS = ("㏂", "㏘")
 _CLOSING = {"(": ")", "[": "]", r"\{": r"\}", "{": "}"}
 
 
@@ -77,7 +80,7 @@ class Parser(AtomParser):
             return Node(kind, tuple(items))
         if formal:
             raise Unread("a formula of logic")
-        if separators == {"and"} and all(_is_part(*pair) for pair in pairwise(items)):
+        if separators <= {"and", ","} and all(_is_part(*pair) for pair in pairwise(items)):
             return reduce(_with_part, items)
         return Node("list", tuple(items))
 
@@ -90,11 +93,7 @@ class Parser(AtomParser):
             sides.append(self._as_written() or self._side())
         modulus = self._modulus()
         if modulus is not None:
-            if len(sides) > 2 or (signs and signs[0] not in ("≡", "=")):
-                raise Unread("a congruence with more than two sides")
             return Node("congruence", (*sides, modulus))
-        if "≡" in signs:
-            raise Unread("a congruence without modulus")
         return Node("relation", tuple(sides), tuple(signs)) if signs else sides[0]
 
     def _phrase_before_equals(self) -> Node | None:
@@ -113,7 +112,7 @@ class Parser(AtomParser):
         while end < len(self._tokens):
             text = self._tokens[end].text
             depth += (text in _CLOSING) - (text in _CLOSING.values())
-            if depth < 0 or (depth == 0 and (text in RELATIONS or text in (",", ";", "or", "and", "&", r"\\"))):
+            if depth < 0 or (depth == 0 and (text in RELATIONS or text in _ENDS)):
                 break
             end += 1
         tokens = tuple(self._tokens[self._position : end])
@@ -123,26 +122,22 @@ class Parser(AtomParser):
         return node
 
     def _modulus(self) -> Node | None:
-        if self._take(r"\pmod", r"\mod", r"\bmod"):
-            return self._group() if self._at("{") else self._sum()
-        if self._at("(") and self._word_at(1) == "mod":
-            self._position += 2
-            modulus = self._sum()
+        bracket = self._word_at(1) == "mod" and self._take("(")
+        if not self._take(r"\pmod", r"\mod", r"\bmod") and not self._take_word("mod"):
+            return None
+        modulus = self._group() if self._at("{") else self._sum()
+        if bracket:
             self._expect(")")
-            return modulus
-        if self._word_at() == "mod":
-            self._position += 1
-            return self._sum()
-        return None
+        return modulus
 
     def _side(self) -> Node:
         """Read sets joined by ∪, ∩ and ∖; a ratio; or a sum."""
         node = self._sum()
-        if self._at(":") and not self._in_builder:
+        if self._at(":", *_HALF_DAYS) and not self._in_builder:
             parts = [node]
             while self._take(":"):
                 parts.append(self._sum())
-            return Node("ratio", tuple(parts), self._half_day())
+            return Node("ratio", tuple(parts), self._next().text if self._at(*_HALF_DAYS) else "")
         names = {"∪": "union", "∩": "intersection", "∖": "difference"}
         signs: set[str] = set()
         while self._at(*names):
@@ -151,16 +146,6 @@ class Parser(AtomParser):
                 raise Unread("∪ and ∩ without brackets")
             node = Node(names[sign], (node, self._sum()))
         return node
-
-    def _half_day(self) -> str:
-        """Take and return the "am" or "pm" after a time."""
-        word, taken = self._word_at(), 1
-        if word in ("a", "p") and self._text_at(1) == "." and self._word_at(2) == "m":
-            word, taken = word + "m", 4 if self._text_at(3) == "." else 3
-        if word not in ("am", "pm"):
-            return ""
-        self._position += taken
-        return word
 
     # Rows.
 
@@ -184,7 +169,7 @@ class Parser(AtomParser):
         rows: list[Node] = []
         while not self._take(r"\end"):
             value, marks = self._item(), 0
-            while self._take("&", ",", ";", ".") or self._take_words(_IF):
+            while self._take("&", ",", ";", ".") or self._take_word(*_IF):
                 marks += 1
             if self._at(r"\end", r"\\"):
                 rows.append(value)
@@ -193,7 +178,7 @@ class Parser(AtomParser):
                 self._take(r"\\")
                 continue
             else:
-                otherwise = self._take_words(("otherwise", "else", "elsewhere"))
+                otherwise = self._take_word("otherwise", "else", "elsewhere")
                 condition = Node("word", value="otherwise") if otherwise else self._items()
                 rows.append(Node("case", (value, condition)))
             while self._take(",", ";", "."):
@@ -204,11 +189,6 @@ class Parser(AtomParser):
             raise Unread("cases are not closed")
         is_system = not any(row.kind == "case" for row in rows)
         return Node("list" if is_system else "cases", tuple(rows))
-
-    def _take_words(self, words: tuple[str, ...]) -> bool:
-        taken = self._word_at() in words
-        self._position += taken
-        return taken
 
     # Sums, products and powers.
 
@@ -225,15 +205,13 @@ class Parser(AtomParser):
             return terms[0]
         if terms[0].kind == "domain" and all(t.kind == "neg" and t.args[0].kind == "set" for t in terms[1:]):
             return reduce(lambda one, other: Node("difference", (one, other.args[0])), terms)  # `\mathbb{R}-\{0\}`
-        last = terms[-1]
-        inner = last.args[0] if last.kind == "neg" else last
+        bare, found = zip(*map(split_unit, terms))
         if (
-            inner.kind == "quantity"
-            and inner.value != units.DEGREE
-            and not any(t.kind == "quantity" for t in terms[:-1])
+            found[-1] is not None
+            and ({*found} <= {None, found[-1]})
+            and (None not in found or found[-1] != units.DEGREE)
         ):
-            bare = negative(inner.args[0]) if last.kind == "neg" else inner.args[0]  # `3 + 2\sqrt2 cm`
-            return Node("quantity", (Node("add", (*terms[:-1], bare)),), inner.value)
+            return Node("quantity", (Node("add", bare),), found[-1])  # `3 + 2\sqrt2 cm`, `180^\circ - 120^\circ`
         return Node("add", tuple(terms))
 
     def _whole_numbers(self, sign: str) -> tuple[str, ...]:
@@ -315,9 +293,7 @@ class Parser(AtomParser):
         if token is None or token.kind == "number":
             return False
         if token.kind == "letters":
-            word = token.text.lower()
-            half_day = word in ("am", "pm") or (word in ("a", "p") and self._word_at(2) == "m")
-            return not half_day and (token.text not in ("or", "and", "mod") or not (token.roman or token.space))
+            return token.text not in ("or", "and", "mod") or not (token.roman or token.space)
         if token.kind == "command":
             return token.text not in _NO_FACTOR
         if token.text == "(" and self._word_at(1) == "mod":
@@ -330,35 +306,19 @@ class Parser(AtomParser):
 
     def _power(self) -> Node:
         node = self._atom()
-        while True:
-            if self._text_at() not in _BEHIND:
-                return node
-            if self._at("^"):
-                self._position += 1
-                if node.kind == "number" and (self._at("'") or (self._at("{") and self._text_at(1) == "'")):
-                    self._group_of_one("'")
-                    node = Node("quantity", (node,), units.ARC_MINUTE)
-                elif self._at("°") or (self._at("{") and self._text_at(1) == "°"):
-                    self._group_of_one("°")
-                    node = Node("quantity", (node,), self._temperature() or units.DEGREE)
-                else:
-                    node = Node("pow", (node, self._exponent()))
+        while self._text_at() in _BEHIND:
+            if self._take("^"):
+                node = Node("pow", (node, self._exponent()))
             elif self._take("!"):
                 node = Node("call", (node,), "factorial")
             elif self._take("°"):
                 node = Node("quantity", (node,), self._temperature() or units.DEGREE)
-            elif node.kind == "number" and self._take("'"):
-                node = Node("quantity", (node,), units.ARC_SECOND if self._take("'") else units.ARC_MINUTE)
-            elif node.kind == "number" and self._take('"'):
-                node = Node("quantity", (node,), units.ARC_SECOND)
+            elif node.kind == "number":
+                seconds = self._next().text == '"' or self._take("'")
+                node = Node("quantity", (node,), units.ARC_SECOND if seconds else units.ARC_MINUTE)
             else:
-                return node
-
-    def _group_of_one(self, text: str) -> None:
-        braced = self._take("{")
-        self._expect(text)
-        if braced:
-            self._expect("}")
+                break
+        return node
 
     def _temperature(self) -> units.Unit | None:
         token = self._peek()

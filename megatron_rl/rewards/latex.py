@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_TOKENS = 1500
 
@@ -107,28 +107,21 @@ def _plain_char(char: str) -> str:
     return "".join(_SIGNS.get(part, part) for part in spelled)
 
 
-# Commands by their effect on tokens. The first three groups give none.
-_SPACING = words("quad qquad thinspace enspace medspace thickspace space nobreakspace hfill noindent par newline")
+# Commands by their effect on tokens. Those of the first group give none.
 _LOOKS = words(
+    "quad qquad thinspace enspace medspace thickspace space nobreakspace hfill noindent par newline "
     "displaystyle textstyle scriptstyle scriptscriptstyle limits nolimits big Big bigg Bigg bigl bigr Bigl Bigr biggl "
     "biggr Biggl Biggr bigm Bigm tiny scriptsize footnotesize small normalsize large Large LARGE huge Huge bf it sf tt "
     "em bfseries itshape mdseries upshape slshape scshape sffamily ttfamily cal frak boldmath unboldmath strut "
     "mathstrut checkmark centering mathsurround middle operatornamewithlimits mathord mathop mathbin mathrel mathopen"
-    " mathclose"
+    " mathclose left right"
 )
-_WITH_ARGUMENT = words("color hspace vspace hskip kern mkern phantom hphantom vphantom label textcolor colorbox")
 _ROMAN = words("text textrm textnormal textup mathrm mathup mbox hbox operatorname textsf mathsf rm rmfamily unit")
 _FONTS = words(
     "mathbf textbf boldsymbol bm pmb mathit textit textsl emph mathtt texttt textsc underline uline boxed fbox mathcal "
     "mathscr mathfrak mathnormal symbf symup ensuremath smash mathbb Bbb"
 )
-_DROPPED = (
-    dict.fromkeys(_SPACING, "space")
-    | dict.fromkeys(_LOOKS, "look")
-    | dict.fromkeys(_WITH_ARGUMENT, "argument")
-    | dict.fromkeys(_ROMAN, "roman")
-    | dict.fromkeys(_FONTS, "font")
-)
+_DROPPED = dict.fromkeys(_LOOKS, "look") | dict.fromkeys(_ROMAN, "roman") | dict.fromkeys(_FONTS, "font")
 _NAMES = {
     "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "sfrac": "frac", "nicefrac": "frac", "dbinom": "binom",
     "tbinom": "binom", "choose": "choose", "varnothing": "emptyset", "lbrack": "[", "rbrack": "]", "lbrace": r"\{",
@@ -146,7 +139,6 @@ _NAMES = {
 }  # fmt: skip
 _LETTERS = {"imath": "i", "AA": "Å", "ell": "ℓ"}
 _CONNECTIVES = ("or", "and")
-_NEGATED = {"=": "!=", "∈": "∉", "!=": "=", "∉": "∈"}
 
 _TOKEN = re.compile(
     r"(?P<skip>\\[,;:>!()\[\]\s]|\\\Z|[\s~]+|\$)"
@@ -156,7 +148,7 @@ _TOKEN = re.compile(
     r"|(?P<period>\d*\.\d*\(\d+\))(?![\w^])"
     r"|(?P<dotted>\d*\.\d+)\s*(?:\.\.\.|\\[lc]?dots(?![A-Za-z]))"
     r"|(?P<repeating>(?:\d+(?:,\d{3})*)?\.\d*)\s*(?:\\(?:overline|bar)\s*(?:\{\s*(?P<bar>\d+)\s*\}|(?P<bar1>\d))"
-    r"|\\dot\s*\{?\s*(?P<dot1>\d)\s*\}?(?P<between>\d*)(?:\\dot\s*\{?\s*(?P<dot2>\d)\s*\}?)?)"
+    r"|\\dot\s*\{?\s*(?P<dot1>\d)\s*\}?(?:(?P<between>\d*)\\dot\s*\{?\s*(?P<dot2>\d)\s*\}?)?(?!\d))"
     r"|(?P<power>(?:\d+(?:\.\d*)?|\.\d+)[eE][+-]?\d+(?![\w.^]))"
     r"|(?P<number>\d+(?:\.\d+)?|\.\d+)"
     r"|(?P<letters>[^\W\d_]+)"
@@ -164,7 +156,6 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _PERIOD = re.compile(r"(\d)\1+$|(\d{2,12}?)\2{2,}$|^(\d{2,12}?)\3+$")  # of `0.1666...`
-_NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 _TAKES_ARGUMENT = {"^", "_", r"\frac", r"\sqrt", r"\binom"}
 _EULER = re.compile(r"(?<![\d.])\d+e[+-]\d(?!\d)")
 
@@ -200,9 +191,26 @@ def _in_digits(match: re.Match[str]) -> str:
 
 
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")  # not a command
-_WITHOUT_WORDS = 4  # patterns that also change texts without words
+_WITHOUT_WORDS = 9  # patterns that also change texts without words
 _TEXT = r"\s*(?:\\text\s*\{)?\s*"
 _REWRITTEN = (
+    (re.compile(r"\^\s*(\{\s*)?((?:[°']|\\(?:circ|degree|prime)(?![A-Za-z])\s*)+)(?(1)\})"), r"\2"),
+    (
+        re.compile(
+            r"(?<=\d)(?:[\s~]|\\[ ,;:]|\\q?quad)*+(\\(?:text|mathrm)\s*\{[\s~]*)?"
+            r"(?:([aA])|[pP])\.?\s?[mM](?![A-Za-z])\.?(?(1)\s*\})"
+        ),
+        lambda match: "㏂" if match[2] else "㏘",
+    ),
+    (re.compile(r"\\(l|r)(?:eft|ight)\s*(?:\||\\[lr]?vert(?![A-Za-z]))"), r"\\\1vert "),
+    (re.compile(r"\\(?:left|right)\s*\.|\\not\s*(?:(=)|(\\in(?![A-Za-z])))"), lambda m: _negated(m[1], m[2])),
+    (
+        re.compile(
+            r"\\(?:[hv]space|[hv]?phantom|label|(?:text)?color|colorbox)\*?\s*(?:\[[^\[\]]*\])?\s*\{[^{}]*\}"
+            r"|\\(?:hskip|m?kern)\s*-?[\d.]+\s*(?:pt|em|ex|mu|cm|mm)"
+        ),
+        " ",
+    ),
     (re.compile(r"\\(?:mathbb|Bbb)\s*\{?\s*([A-Z])\s*\}?"), r"\\\1 "),
     (re.compile(r"(?<=\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3})"), ""),
     (re.compile(r"\{:\}"), ":"),
@@ -225,6 +233,10 @@ _ABOUT = ("≈", "=", "about", "approximately", "roughly", "exactly", "approx", 
           r"\rightarrow", r"\Rightarrow", r"\to", r"\sim")  # fmt: skip
 
 
+def _negated(equals: str | None, member: str | None) -> str:
+    return r"\ne " if equals else r"\notin " if member else ""
+
+
 def may_be_euler(text: str) -> bool:
     """Whether ``text`` holds something like ``2e-1``, which may be a fifth or 2e − 1."""
     return _EULER.search(text) is not None
@@ -235,30 +247,16 @@ def tokenize(text: str, euler: bool = False) -> tuple[Token, ...]:
     text = plain_signs(text)
     for pattern, spelling in _REWRITTEN if _WORD.search(text) else _REWRITTEN[:_WITHOUT_WORDS]:
         text = pattern.sub(spelling, text)
-    tokens = _merge_numbers(_Lexer(text, euler).tokens())
+    tokens = _Lexer(text, euler).tokens()
     while tokens:
         last = tokens[-1]
         if last.text in (".", ",", ";", ":") or (last.text == "!" and last.space):
             tokens.pop()
-        elif _is_group(tokens):
-            tokens = tokens[1:-1]
         elif tokens[0].text.lower() in _ABOUT:
             tokens = tokens[1:]
         else:
             break
     return tuple(tokens)
-
-
-def _is_group(tokens: list[Token]) -> bool:
-    """Whether one pair of braces encloses all tokens."""
-    if len(tokens) < 3 or tokens[0].text != "{":
-        return False
-    depth = 0
-    for position, token in enumerate(tokens):
-        depth += (token.text == "{") - (token.text == "}")
-        if depth == 0:
-            return position == len(tokens) - 1
-    return False
 
 
 class _Lexer:
@@ -295,9 +293,7 @@ class _Lexer:
         elif kind == "escaped":
             self._emit("sign", {"{": r"\{", "}": r"\}", "|": r"\|"}.get(text[1], "," if text[1] == "&" else text[1]))
         elif match["repeating"]:
-            block = match["bar"] or match["bar1"] or match["dot1"] + match["between"] + (match["dot2"] or "")
-            if match["between"] and not match["dot2"]:
-                raise Unread("a dot over one digit and more digits behind it")
+            block = "".join(match[part] or "" for part in ("bar", "bar1", "dot1", "between", "dot2"))
             self._emit("number", f"{match['repeating'].replace(',', '')}({block})")
         elif kind == "period":
             self._emit("number", text)
@@ -348,11 +344,9 @@ class _Lexer:
         effect = _DROPPED.get(name)
         if effect is None:
             self._named(name)
-        elif effect == "space":
+        elif effect == "look":
             self._space = True
-        elif effect == "argument":
-            self._skip_argument()
-        elif effect in ("roman", "font"):
+        else:
             group = re.compile(r"\s*\{").match(self._text, self._position)
             if group:
                 self._position = group.end()
@@ -362,63 +356,13 @@ class _Lexer:
                 self._roman = True
 
     def _named(self, name: str) -> None:
-        if name in ("left", "right"):
-            delimiter = re.compile(r"\s*(\.|\||\\[lr]?vert(?![A-Za-z]))?").match(self._text, self._position)
-            if delimiter and delimiter[1]:
-                self._position = delimiter.end()
-                if delimiter[1] != ".":
-                    self._emit("command", r"\lvert" if name == "left" else r"\rvert")
-        elif name == "not":
-            self._not()
+        plain_name = _NAMES.get(name, name)
+        if name in _LETTERS:
+            self._emit("letters", _LETTERS[name])
+        elif plain_name.isalpha() and plain_name not in _CONNECTIVES and plain_name.isascii():
+            self._emit("command", rf"\{plain_name}")
         else:
-            plain_name = _NAMES.get(name, name)
-            if name in _LETTERS:
-                self._emit("letters", _LETTERS[name])
-            elif plain_name.isalpha() and plain_name not in _CONNECTIVES and plain_name.isascii():
-                self._emit("command", rf"\{plain_name}")
-            else:
-                self._emit("sign", plain_name)
-
-    def _not(self) -> None:
-        r"""``\not=`` is one sign."""
-        size = len(self._out)
-        while len(self._out) == size and self._position < len(self._text):
-            match = _TOKEN.match(self._text, self._position)
-            assert match is not None
-            if match["command"] == "not":
-                raise Unread("a double negation")
-            self._position = match.end()
-            self._take(match)
-        if len(self._out) == size:
-            raise Unread("nothing is negated")
-        sign = self._out.pop()
-        self._emit("sign", _NEGATED.get(sign.text, f"not {sign.text}"))
-
-    def _skip_argument(self) -> None:
-        start = re.compile(r"\s*(?:\[[^\[\]]*\])?\s*\{").match(self._text, self._position)
-        if start is None:  # `\hskip 3pt`
-            length = re.compile(r"\s*-?[\d.]+\s*(?:pt|em|ex|mu|cm|mm)").match(self._text, self._position)
-            self._position = length.end() if length else self._position
-            return
-        end = self._text.find("}", start.end())
-        if end < 0 or "{" in self._text[start.end() : end]:
-            raise Unread("the argument of a command for looks is not plain")
-        self._position = end + 1
-        self._space = True
-
-
-def _merge_numbers(tokens: list[Token]) -> list[Token]:
-    r"""Join adjacent digits in different fonts to one number: ``7\mathbf{3}`` is 73."""
-    merged: list[Token] = []
-    for token in tokens:
-        last = merged[-1] if merged else None
-        if last and last.kind == token.kind == "number" and not token.space and last.roman != token.roman:
-            both = last.text + token.text
-            if _NUMBER.fullmatch(both):
-                merged[-1] = Token("number", both, last.roman, last.space)
-                continue
-        merged.append(token)
-    return merged
+            self._emit("sign", plain_name)
 
 
 def join_thousands(tokens: tuple[Token, ...], at_top: bool) -> tuple[Token, ...]:
@@ -428,41 +372,24 @@ def join_thousands(tokens: tuple[Token, ...], at_top: bool) -> tuple[Token, ...]
     """
     joined: list[Token] = []
     brackets: list[str] = []
-    position = 0
-    while position < len(tokens):
-        token = tokens[position]
-        position += 1
+    head = None  # place of a number that may go on
+    for token in tokens:
         if token.text in ("(", "[", r"\{", "{"):
             brackets.append(token.text)
         elif token.text in (")", "]", r"\}", "}") and brackets:
             brackets.pop()
-        elif token.kind == "number" and token.text.isdigit() and len(token.text) <= 3 and token.text[0] != "0":
-            commas = brackets[-1] == "{" if brackets else at_top
-            digits, position = _groups_of_three(tokens, position, commas)
-            token = Token("number", token.text + digits, token.roman, token.space)
+        whole, point, _ = token.text.partition(".")
+        commas = brackets[-1] == "{" if brackets else at_top
+        is_comma = commas and bool(joined) and joined[-1].text == "," and not joined[-1].space
+        goes_on = head is not None and head == len(joined) - 1 - is_comma and token.space != is_comma
+        if goes_on and token.kind == "number" and len(whole) == 3 and whole.isdigit():
+            joined[head:] = [replace(joined[head], text=joined[head].text + token.text)]
+            head = None if point else head
+            continue
+        if token.kind == "number" and token.text.isdigit() and len(token.text) <= 3 and token.text[0] != "0":
+            head = len(joined)
         joined.append(token)
     return tuple(joined)
-
-
-def _groups_of_three(tokens: tuple[Token, ...], start: int, commas: bool) -> tuple[str, int]:
-    """Return the digits of the groups of three that follow, and the position after them."""
-    digits, position, mark = "", start, None
-    while position < len(tokens):
-        is_comma = tokens[position].text == ","
-        at = position + is_comma
-        if at >= len(tokens) or (is_comma and (not commas or tokens[position].space)):
-            break
-        group = tokens[at]
-        integer_digits, point, _ = group.text.partition(".")
-        fits = (
-            group.kind == "number" and len(integer_digits) == 3 and integer_digits.isdigit() and group.space != is_comma
-        )
-        if not fits or mark not in (None, is_comma):
-            break
-        digits, position, mark = digits + group.text, at + 1, is_comma
-        if point:
-            break
-    return digits, position
 
 
 def spelled(tokens: tuple[Token, ...]) -> str:

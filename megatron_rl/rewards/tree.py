@@ -6,9 +6,11 @@ It is cheap enough for the trainer's process: no value has more than `MAX_BITS` 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import reduce
 from typing import Any
 
 MAX_BITS = 20_000
@@ -134,7 +136,8 @@ def exact(node: Node) -> Fraction | None:
     if node.kind == "dash":
         first, *subtrahends = map(int, node.value)
         return _bounded(Fraction(first - sum(subtrahends)))
-    if node.kind not in ("add", "mul", "div", "divide", "neg", "pow", "root", "percent", "call"):
+    operation = _OPERATIONS.get(node.value if node.kind == "call" else node.kind)
+    if operation is None:
         return None
     args = []
     for arg in node.args:
@@ -143,9 +146,10 @@ def exact(node: Node) -> Fraction | None:
             return None
         args.append(value)
     try:
-        return _apply(node, args)
-    except ZeroDivisionError:
+        value = operation(*args)
+    except (ZeroDivisionError, TypeError, ValueError):  # ``1/0``, ``\\gcd(1/2, 3)``
         return None
+    return None if value is None else _bounded(Fraction(value))
 
 
 def exact_or_none(node: Node) -> Fraction | None:
@@ -153,28 +157,6 @@ def exact_or_none(node: Node) -> Fraction | None:
         return exact(node)
     except TooLarge:
         return None
-
-
-def _apply(node: Node, args: list[Fraction]) -> Fraction | None:
-    kind = node.kind
-    if kind == "add":
-        total = Fraction(0)
-        for arg in args:
-            total = _bounded(total + arg)
-        return total
-    if kind == "mul":
-        return _bounded(args[0] * args[1])
-    if kind in ("div", "divide"):
-        return _bounded(args[0] / args[1])
-    if kind == "neg":
-        return -args[0]
-    if kind == "percent":
-        return args[0] / 100
-    if kind == "pow":
-        return _power(*args)
-    if kind == "root":
-        return _power(args[0], 1 / args[1])
-    return _call(node.value, args)
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
@@ -189,7 +171,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
         return base if base >= 0 or exponent % 2 else -base
     if abs(exponent) * (_bits(base) - 1) > 2 * MAX_BITS:
         raise TooLarge
-    return _bounded(base**exponent.numerator)
+    return base**exponent.numerator
 
 
 def _root(value: Fraction, index: int) -> Fraction | None:
@@ -202,9 +184,7 @@ def _root(value: Fraction, index: int) -> Fraction | None:
 
 
 def _integer_root(value: int, index: int) -> int | None:
-    if value < 2:
-        return value
-    low, high = 1, 1 << (value.bit_length() // index + 1)
+    low, high = 0, 1 << (value.bit_length() // index + 1)
     if index == 2:
         low = high = math.isqrt(value)
     while low < high:
@@ -213,26 +193,36 @@ def _integer_root(value: int, index: int) -> int | None:
     return low if low**index == value else None
 
 
-def _call(name: str, args: list[Fraction]) -> Fraction | None:
-    is_whole = all(arg.denominator == 1 for arg in args)
-    if len(args) == 1 and name in ("abs", "floor", "ceil"):
-        return {"abs": abs, "floor": math.floor, "ceil": math.ceil}[name](args[0]) * Fraction(1)
-    if name in ("max", "min") and args:
-        return {"max": max, "min": min}[name](args)
-    if not is_whole:
-        return None
-    integers = [arg.numerator for arg in args]
-    if name in ("gcd", "lcm") and args:
-        return _bounded(Fraction(getattr(math, name)(*integers)))
-    if name == "factorial" and len(args) == 1 and integers[0] >= 0:
-        if integers[0] > 1500:
-            raise TooLarge
-        return Fraction(math.factorial(integers[0]))
-    if name == "binom" and len(args) == 2 and min(integers) >= 0:
-        if integers[0] > 10**6 or min(integers[1], integers[0] - integers[1]) > 1000:
-            raise TooLarge
-        return _bounded(Fraction(math.comb(*integers)))
-    return None
+def _whole(function: Callable[..., int]) -> Callable[..., int]:
+    """``function`` of fractions that are whole numbers; ValueError for others."""
+
+    def of(*args: Fraction) -> int:
+        if any(arg.denominator != 1 for arg in args):
+            raise ValueError
+        return function(*(arg.numerator for arg in args))
+
+    return of
+
+
+def _factorial(count: int) -> int:
+    if count > 1500:
+        raise TooLarge
+    return math.factorial(count)
+
+
+def _binomial(count: int, chosen: int) -> int:
+    if count > 10**6 or min(chosen, count - chosen) > 1000:
+        raise TooLarge
+    return math.comb(count, chosen)
+
+
+_OPERATIONS: dict[str, Callable[..., Fraction | int | None]] = {
+    "add": lambda *args: reduce(lambda one, other: _bounded(one + other), args),
+    "mul": operator.mul, "div": operator.truediv, "divide": operator.truediv, "neg": operator.neg,
+    "percent": lambda arg: arg / 100, "pow": _power, "root": lambda radicand, index: _power(radicand, 1 / index),
+    "abs": abs, "floor": math.floor, "ceil": math.ceil, "max": max, "min": min, "gcd": _whole(math.gcd),
+    "lcm": _whole(math.lcm), "factorial": _whole(_factorial), "binom": _whole(_binomial),
+}  # fmt: skip
 
 
 def plain(node: Node) -> Number | None:
@@ -265,10 +255,7 @@ def _has_i(node: Node) -> bool:
 
 
 def _rational(node: Node) -> bool:
-    try:
-        return exact(node) is not None
-    except TooLarge:
-        return True
+    return exact(node) is not None
 
 
 _POLAR = ("cos", "sin", "cis")  # of `2(\\cos 60^\\circ+i\\sin 60^\\circ)`, which is a way to write a number
@@ -278,48 +265,24 @@ def is_unfinished(node: Node) -> bool:
     r"""Whether ``node`` leaves a computation with constants to the reader: ``12\cdot 34``, ``999-1``, ``\log_2 8``.
 
     A fraction, a root, a power, a mixed number, ``a\times 10^b`` and a sum or product of which no two parts are
-    rational (``2+\sqrt3``, ``3-4i``) are ways to write a value. Of an expression with variables only function values
-    of constants count.
+    rational (``2+\sqrt3``, ``3-4i``) are ways to write a value, and so is every expression with variables.
     """
-    symbolic = has_names(node)
-    stack = [node]
-    while stack:
-        part = stack.pop()
-        if part.kind == "call" and not has_names(part) and not (part.value in _POLAR and _has_i(node)):
-            return True
-        if not symbolic and _leaves_arithmetic(part):
-            return True
-        stack += _parts(part)
-    return False
+    return not has_names(node) and any(_leaves_computation(part, node) for part in walk(node))
 
 
-def _parts(node: Node) -> list[Node]:
-    return list(_factors(node)) if node.kind == "mul" else list(node.args)
-
-
-def _leaves_arithmetic(node: Node) -> bool:
-    if node.kind in ("divide", "dash"):
-        return True
+def _leaves_computation(node: Node, whole: Node) -> bool:
+    if node.kind == "call":
+        return not (node.value in _POLAR and _has_i(whole))
     if node.kind == "add":
         rational = [arg for arg in node.args if _rational(arg)]
-        return len(rational) > 1 and not (len(node.args) == 2 and _is_mixed(*node.args))
+        return len(rational) > 1 and not (len(node.args) == 2 and _is_mixed(*map(exact, node.args)))
     if node.kind == "mul":
         factors = list(_factors(node))
-        rational = [factor for factor in factors if _rational(factor) and plain(factor) != Number(Fraction(1), None, 1)]
-        scientific = len(factors) == 2 and any(_is_power_of_ten(factor) for factor in factors)
-        return (len(rational) > 1 and not scientific) or sum(map(_has_i, factors)) > 1
-    return node.kind == "pow" and _has_i(node.args[0])
+        scientific = len(factors) == 2 and any(f.kind == "pow" and exact(f.args[0]) == 10 for f in factors)
+        return (sum(map(_rational, factors)) > 1 and not scientific) or sum(map(_has_i, factors)) > 1
+    return node.kind in ("divide", "dash") or (node.kind == "pow" and _has_i(node.args[0]))
 
 
-def _is_power_of_ten(node: Node) -> bool:
-    return (
-        node.kind == "pow" and plain(node.args[0]) == Number(Fraction(10), None, 2) and plain(node.args[1]) is not None
-    )
-
-
-def _is_mixed(whole: Node, part: Node) -> bool:
+def _is_mixed(whole: Fraction, part: Fraction) -> bool:
     r"""``1+\frac12``: a whole number and a proper fraction of the same sign."""
-    first, second = exact(whole), exact(part)
-    assert first is not None
-    assert second is not None
-    return plain(whole) is not None and first.denominator == 1 and 0 < abs(second) < 1 and (first > 0) == (second > 0)
+    return whole.denominator == 1 and 0 < abs(part) < 1 and (whole > 0) == (part > 0)

@@ -100,6 +100,7 @@ CURRENCIES = {"$": _WORD_UNITS["dollar"], r"\euro": _WORD_UNITS["euro"], r"\poun
 _SCALES = (_WORD_UNITS["celsius"], _WORD_UNITS["fahrenheit"])
 COUNT = Unit()
 MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_POWERS = {"squared": 2, "cubed": 3}
 LEADING_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 
 _QUALIFIERS = frozenset(
@@ -260,20 +261,15 @@ class UnitCursor(Cursor):
 
     def _behind(self, node: Node) -> Node | None:
         """Return ``node`` with the percent sign, number word or unit that follows it; None if none follows."""
-        if self._take("%"):
+        if self._take("%") or self._take_word("percent", "percents"):
             return Node("percent", (node,))
         word = self._word_at()
-        if word in ("percent", "percents"):
-            self._position += 1
-            return Node("percent", (node,))
         if word in MULTIPLIERS:
             self._position += 1
             if node.kind == "number":
                 return number(node.value.value * MULTIPLIERS[word])
             return Node("mul", (node, number(MULTIPLIERS[word])))
         if node.kind in ("quantity", "name", "word", "tuple", "set", "matrix"):
-            return None
-        if word in ("am", "pm") and self._position > 1 and self._tokens[self._position - 2].text == ":":
             return None
         unit = self._unit()
         return Node("quantity", (node,), unit) if unit is not None else None
@@ -313,14 +309,13 @@ class UnitCursor(Cursor):
             if unit is None:
                 return total
             self._position += ahead + width
-            if self._text_at(1) != "m":  # not the dot of "p.m."
-                self._take(".")
+            self._take(".")
             total = (total or Unit()).times(unit, (lead or 1) * self._unit_power())
             if self._at("*") and self._unit_word(1)[0] is not None:
                 self._position += 1
 
-    def _take_word(self, word: str) -> bool:
-        is_next = self._word_at() == word
+    def _take_word(self, *words: str) -> bool:
+        is_next = self._word_at() in words
         self._position += is_next
         return is_next
 
@@ -352,9 +347,8 @@ class UnitCursor(Cursor):
 
     def _unit_power(self) -> int:
         """The power behind a unit: ``^2``, ``^{-1}``, "squared"."""
-        for word in ("squared", "cubed"):
-            if self._take_word(word):
-                return 2 if word == "squared" else 3
+        if self._word_at() in _POWERS:
+            return _POWERS[self._next().text.lower()]
         if not self._take("^"):
             return 1
         braced, sign = self._take("{"), -1 if self._take("-") else 1
