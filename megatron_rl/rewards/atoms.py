@@ -7,24 +7,12 @@ from dataclasses import replace
 from fractions import Fraction
 
 from megatron_rl.rewards import units
-from megatron_rl.rewards.latex import Token, Unread, words
+from megatron_rl.rewards.latex import COMMON_WORDS, FUNCTIONS, Token, Unread, words
 from megatron_rl.rewards.tree import Node, Number, exact, number, replaced, walk
 from megatron_rl.rewards.units import UnitCursor
 
 MAX_DIGITS = 2000
 
-COMMON_WORDS = frozenset(
-    words(
-        "not no yes is are was be the or and of to in on at by if it as an so than then else more less none any all "
-        "some true false only for from with mod base over times plus minus half"
-    )
-)
-_FUNCTIONS = frozenset(
-    words(
-        "sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh coth sech csch log ln lg "
-        "exp abs floor ceil gcd lcm max min det deg arg Re Im sgn sign asin acos atan cis"
-    )
-)
 _ALIASES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "sgn": "sign"}
 _ACCENTS = frozenset(
     words(
@@ -38,7 +26,14 @@ _GREEK = frozenset(
         "omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar aleph partial nabla star"
     )
 )
-_ALIGNED = frozenset(words("aligned align gathered gather split eqnarray multline alignedat"))
+_ENVIRONMENTS = frozenset(
+    words(
+        "aligned align gathered gather split eqnarray multline cases array matrix pmatrix bmatrix vmatrix Bmatrix "
+        "smallmatrix psmallmatrix"
+    )
+)
+RELATIONS = frozenset(["=", "<", ">", "<=", ">=", "!=", "≈", "≡", "∈", "∉"])
+_IF = ("if", "for", "when", "where", "on")
 _PLAIN_NAMES = {"infinity": r"\infty", "inf": r"\infty", "oo": r"\infty", "pi": r"\pi"}
 _UNKNOWN_FUNCTIONS = frozenset("fghFGH")
 _ALONE = ("matrix", "union", "list", "add", "mul", "div")  # what square brackets around it only group
@@ -106,7 +101,7 @@ class AtomParser(UnitCursor):
         run = token.text
         if run in _PLAIN_NAMES and len(run) > 1:
             return self._command(_PLAIN_NAMES[run][1:])
-        if run == "sqrt" or run in _FUNCTIONS:
+        if run == "sqrt" or run in FUNCTIONS:
             return self._command(run)
         if len(run) > 1 and (token.roman or len(run) > 5 or run in COMMON_WORDS):
             raise Unread(f"the word {run} in an expression")
@@ -179,12 +174,12 @@ class AtomParser(UnitCursor):
             return Node("empty")
         if name in "RZNQC":
             return Node("domain", value=name + "".join(self._domain_marks()))
-        if name in _FUNCTIONS:
+        if name in FUNCTIONS:
             return self._function(_ALIASES.get(name, name))
         if name in _ACCENTS:
             return Node("name", value=f"{name} {self._spelled_argument()}")
         if name == "begin":
-            return self._matrix()
+            return self._environment()
         if name in ("sum", "prod", "int"):
             return self._bound(name)
         if name == "ldots":
@@ -262,7 +257,7 @@ class AtomParser(UnitCursor):
     def _at_function(self) -> bool:
         token = self._peek()
         name = token.text.removeprefix("\\") if token else ""
-        return name in _FUNCTIONS or (token is not None and token.kind == "letters" and token.roman)
+        return name in FUNCTIONS or (token is not None and token.kind == "letters" and token.roman)
 
     # Brackets.
 
@@ -329,35 +324,43 @@ class AtomParser(UnitCursor):
             return Node("matrix", tuple(cell for item in items for cell in item.args), len(items[0].args))
         return Node("tuple", tuple(items), brackets)
 
-    def _matrix(self) -> Node:
+    def _environment(self) -> Node:
+        """A matrix, values with their conditions, or a list of formulas."""
         name = self._spelled_argument()
-        if name == "cases":
-            return self._cases()
-        if name.rstrip("*") in _ALIGNED:
-            return self._aligned(name)
-        if name not in ("pmatrix", "bmatrix", "matrix", "vmatrix", "smallmatrix", "array", "Bmatrix", "psmallmatrix"):
+        if name.rstrip("*") not in _ENVIRONMENTS:
             raise Unread(f"the environment {name}")
         if name == "array" and self._at("{"):
-            columns = self._spelled_argument()
-            if not re.fullmatch(r"[lcr|]*", columns):
-                raise Unread("an array with odd columns")
+            self._spelled_argument()
+        self._join_rows()
         saved = self._inside()
-        rows: list[list[Node]] = [[self._item()]]
+        rows: list[list[Node]] = [[]]
         while not self._take(r"\end"):
-            if self._take("&"):
-                rows[-1].append(self._item())
-            elif self._take(r"\\"):
-                if not self._at(r"\end"):
-                    rows.append([self._item()])
-            else:
-                raise Unread("a matrix is not closed")
+            if self._take(r"\\"):
+                rows.append([])
+            elif not self._take("&", ",", ";", ".") and not self._take_word(*_IF):
+                rows[-1].append(self._items() if name == "cases" and rows[-1] else self._item())
         self._outside(saved)
-        if self._spelled_argument() != name or len({len(row) for row in rows}) > 1:
+        rows = [row for row in rows if row]
+        if self._spelled_argument() != name or not rows:
+            raise Unread("an environment is not closed")
+        cells = tuple(cell for row in rows for cell in row)
+        if name == "cases" and not any(len(row) != 2 or row[0].kind == "relation" for row in rows):
+            return Node("cases", tuple(Node("case", tuple(row)) for row in rows))
+        if "matrix" not in name and (name != "array" or any(cell.kind == "relation" for cell in cells)):
+            return cells[0] if len(cells) == 1 else Node("list", cells)
+        if any(len(row) != len(rows[0]) for row in rows):
             raise Unread("rows of unequal length")
-        if name == "array" and len(rows[0]) == 1 and any(row[0].kind == "relation" for row in rows):
-            return Node("list", tuple(row[0] for row in rows))
-        matrix = Node("matrix", tuple(cell for row in rows for cell in row), len(rows[0]))
+        matrix = Node("matrix", cells, len(rows[0]))
         return Node("call", (matrix,), "det") if name == "vmatrix" else matrix
+
+    def _join_rows(self) -> None:
+        """Let a row that begins with a sign such as "=" go on with what stands before it."""
+        end = next((k for k, t in enumerate(self._tokens) if k >= self._position and t.text == r"\end"), None)
+        kept: list[Token] = []
+        for token in reversed(self._tokens[self._position : end]):
+            if token.text not in ("&", r"\\") or not kept or kept[-1].text not in RELATIONS:
+                kept.append(token)
+        self._tokens[self._position : end] = kept[::-1]
 
     # Sums and integrals: the bound variable has no name.
 

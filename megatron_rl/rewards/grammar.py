@@ -11,7 +11,7 @@ from functools import lru_cache, reduce
 from itertools import pairwise
 
 from megatron_rl.rewards import units
-from megatron_rl.rewards.atoms import AtomParser
+from megatron_rl.rewards.atoms import RELATIONS, AtomParser
 from megatron_rl.rewards.forms import split_unit
 from megatron_rl.rewards.latex import Token, Unread, join_thousands, may_be_euler, tokenize, words
 from megatron_rl.rewards.phrases import base_numeral, option_of, phrase, word_key
@@ -20,12 +20,10 @@ from megatron_rl.rewards.tree import Node, depth, exact_or_none, negative, numbe
 MAX_TREE_DEPTH = 100  # depth of a tree; a product of n factors has depth n
 _CACHED_CHARS = 200  # trees of longer answers are not cached: they may be large
 
-RELATIONS = frozenset(["=", "<", ">", "<=", ">=", "!=", "≈", "≡", "∈", "∉"])
 _NO_FACTOR = frozenset(
     [r"\rvert", r"\rfloor", r"\rceil", r"\rangle", r"\end", r"\pmod", r"\mod", r"\bmod", r"\over", r"\choose"]
 )
 _EXPRESSIONS = frozenset(words("add mul div divide neg pow root pm call percent quantity"))
-_IF = ("if", "for", "when", "where", "on")
 _BEHIND = frozenset("^!°'\"")
 _ENDS = frozenset([",", ";", "or", "and", "&", r"\\", r"\end"])
 _HALF_DAYS = ("㏂", "㏘")
@@ -139,56 +137,9 @@ class Parser(AtomParser):
                 parts.append(self._sum())
             return Node("ratio", tuple(parts), self._next().text if self._at(*_HALF_DAYS) else "")
         names = {"∪": "union", "∩": "intersection", "∖": "difference"}
-        signs: set[str] = set()
         while self._at(*names):
-            signs.add(sign := self._next().text)
-            if len(signs) > 1 and signs != {"∪", "∖"}:
-                raise Unread("∪ and ∩ without brackets")
-            node = Node(names[sign], (node, self._sum()))
+            node = Node(names[self._next().text], (node, self._sum()))
         return node
-
-    # Rows.
-
-    def _aligned(self, name: str) -> Node:
-        """Rows of formulas as a list; a row that begins with "=" goes on with the one above it."""
-        end = next((k for k, t in enumerate(self._tokens) if k >= self._position and t.text == r"\end"), None)
-        rows = [token for token in self._tokens[self._position : end] if token.text != "&"]
-        rows = [t for t, after in zip(rows, [*rows[1:], None]) if t.text != r"\\" or (after and after.text != "=")]
-        self._tokens[self._position : end] = rows
-        items = [self._item()]
-        while not self._take(r"\end"):
-            self._take(",", ".", ";")
-            if self._take(r"\\") or not self._at(r"\end"):
-                items.append(self._item())
-        if self._spelled_argument() != name:
-            raise Unread("rows are not closed")
-        return items[0] if len(items) == 1 else Node("list", tuple(items))
-
-    def _cases(self) -> Node:
-        """A system of equations as a list, or values with their conditions."""
-        rows: list[Node] = []
-        while not self._take(r"\end"):
-            value, marks = self._item(), 0
-            while self._take("&", ",", ";", ".") or self._take_word(*_IF):
-                marks += 1
-            if self._at(r"\end", r"\\"):
-                rows.append(value)
-            elif value.kind == "relation" or not marks:
-                rows.append(value)
-                self._take(r"\\")
-                continue
-            else:
-                otherwise = self._take_word("otherwise", "else", "elsewhere")
-                condition = Node("word", value="otherwise") if otherwise else self._items()
-                rows.append(Node("case", (value, condition)))
-            while self._take(",", ";", "."):
-                pass
-            if not self._take(r"\\") and not self._at(r"\end"):
-                raise Unread("a row of cases goes on")
-        if self._spelled_argument() != "cases":
-            raise Unread("cases are not closed")
-        is_system = not any(row.kind == "case" for row in rows)
-        return Node("list" if is_system else "cases", tuple(rows))
 
     # Sums, products and powers.
 

@@ -19,6 +19,20 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
+COMMON_WORDS = frozenset(
+    words(
+        "not no yes is are was be the or and of to in on at by if it as an so than then else more less none any all "
+        "some true false only for from with mod base over times plus minus half"
+    )
+)
+FUNCTIONS = frozenset(
+    words(
+        "sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh coth sech csch log ln lg "
+        "exp abs floor ceil gcd lcm max min det deg arg Re Im sgn sign asin acos atan cis"
+    )
+)
+
+
 class Unread(ValueError):
     """Raised if the answer, or a part of it, is not in the verifier's language."""
 

@@ -5,16 +5,10 @@ from __future__ import annotations
 import re
 from functools import reduce
 
-from megatron_rl.rewards.atoms import COMMON_WORDS
-from megatron_rl.rewards.latex import Token, Unread, words
+from megatron_rl.rewards.latex import COMMON_WORDS, FUNCTIONS, Token, Unread, words
 from megatron_rl.rewards.tree import Node
 
-_MATHEMATICS = frozenset(
-    words(
-        "pi infinity inf oo sin cos tan cot sec csc arcsin arccos arctan log ln lg exp sqrt abs floor ceil gcd lcm "
-        "max min det mod"
-    )
-)
+_MATHEMATICS = FUNCTIONS | {"pi", "infinity", "inf", "oo", "sqrt", "mod"}
 _PUNCTUATION = frozenset([".", "'", '"', "-", "(", ")", "?", "!", "`", "*"])
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
           "eleven": 11, "twelve": 12, "sixteen": 16, "binary": 2, "octal": 8, "hex": 16}  # fmt: skip
@@ -31,7 +25,8 @@ _EMPTY = frozenset(
 )
 _REALS = frozenset(words("allrealnumbers allreals allrealvalues realnumbers everyrealnumber anyrealnumber"
                          " setofrealnumbers allreal setofallrealnumbers allrealx anyrealx everyrealx"))  # fmt: skip
-_SAME_WORDS = {"dne": "doesnotexist", "limitdoesnotexist": "doesnotexist", "correct": "true", "incorrect": "false",
+_SAME_WORDS = {"else": "otherwise", "elsewhere": "otherwise", "dne": "doesnotexist",
+               "limitdoesnotexist": "doesnotexist", "correct": "true", "incorrect": "false",
                "infinitelymanysolutions": "infinitelymany", "infinitenumberofsolutions": "infinitelymany"}  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_rl.rewards.latex import Token, Unread, words
+from megatron_rl.rewards.latex import COMMON_WORDS, FUNCTIONS, Token, Unread, words
 from megatron_rl.rewards.tree import Node, number
 
 Dimensions = tuple[tuple[str, int], ...]
@@ -103,56 +103,17 @@ MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6,
 _POWERS = {"squared": 2, "cubed": 3}
 LEADING_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 
-_QUALIFIERS = frozenset(
+# Words that change or negate the number before them.
+_CHANGING = COMMON_WORDS.union(
+    FUNCTIONS,
     words(
-        "distinct different possible positive negative ordered unordered such total whole real complex integer "
-        "integral rational natural valid unique prime even odd small large red blue green white black yellow more "
-        "full equal consecutive nonnegative linear side extra additional remaining original new old big little"
-    )
-)
-_IRREGULAR = frozenset(
-    words(
-        "people men women children unit integer number way point time apple ball person student child solution root "
-        "digit coin page mice geese sheep fish dice data sides percentages vertices indices matrices"
-    )
-)
-_NO_QUALIFIER = frozenset(
-    words(
-        "squared cubed modulo divided multiplied than from with into over under about almost nearly only just maybe "
-        "wrong incorrect except without plus minus times percent million billion trillion thousand hundred dozen "
-        "half"
-    )
+        "squared cubed modulo divided multiplied into under about almost nearly just maybe wrong incorrect except per "
+        "without percent ten dozen score hundred thousand million billion trillion halves third quarter fourth fifth "
+        "sixth seventh eighth ninth tenth eleventh twelfth hundredth thousandth millionth unless this thus perhaps "
+        "always other versus modulus power square cube factorial does goes mean equal exceed plusminus decimal base"
+    ),
 )
 _TRAILING = frozenset(words("left each long tall wide high deep old apart altogether away"))
-# Words in plural form that are not counted things: they change or negate the value.
-_NOT_COUNTED = frozenset(
-    words(
-        "halves thirds quarters fourths fifths sixths sevenths eighths ninths tenths elevenths twelfths hundredths "
-        "thousandths millionths tens dozens scores hundreds thousands millions billions trillions times plus minus "
-        "less unless this thus perhaps always others else versus modulus powers squares cubes factorials percents "
-        "halfs yes does goes means equals exceeds plusminus decimals bases"
-    )
-)
-
-
-def is_counted(words: list[str]) -> bool:
-    """Whether ``words`` name things that are counted: ``apples``, ``distinct integers``, ``students left``.
-
-    A plural is recognised by form: at least four lower-case letters ending in s that are not a number word.
-    """
-    if "of" in words:
-        at = words.index("of")
-        return is_counted(words[:at]) and is_substance(words[at + 1 :])
-    words = words[:-1] if len(words) > 1 and words[-1] in _TRAILING else words
-    if not words or len(words) > 4 or not all(map(_qualifies, words[:-1])):
-        return False
-    last = words[-1]
-    if last in _NOT_COUNTED:
-        return False
-    plural = len(last) >= 4 and last.isalpha() and last.islower() and last.endswith("s") and not last.endswith("ss")
-    return last in _IRREGULAR or plural
-
-
 # Nouns that say no more than the number, and nouns of several things: `6 pairs` are not 6.
 _GENERIC = frozenset(
     words(
@@ -160,30 +121,32 @@ _GENERIC = frozenset(
     )
 )
 _GROUPS = frozenset(words("pair group couple set batch bunch team dozen pack packet bundle row stack score"))
+_SINGULAR = {"people": "person", "men": "man", "women": "woman", "children": "child", "vertices": "vertex",
+             "mice": "mouse", "indices": "index", "matrices": "matrix", "geese": "goose"}  # fmt: skip
 
 
-def counted_unit(words: list[str]) -> Unit:
-    """Return the unit of a counted noun: its base is the noun in the singular."""
-    words = words[: words.index("of")] if "of" in words else words
+def counted_unit(words: list[str]) -> Unit | None:
+    """Return the unit of things that are counted, ``distinct integers``, ``pairs of students left``; None for others.
+
+    Any noun will do. The unit's base is the noun in the singular.
+    """
+    if "of" in words:
+        at = words.index("of")
+        words = words[:at] if is_substance(words[at + 1 :]) else []
     words = words[:-1] if len(words) > 1 and words[-1] in _TRAILING else words
-    noun = words[-1]
-    noun = {"people": "person", "men": "man", "women": "woman", "children": "child", "vertices": "vertex",
-            "mice": "mouse", "indices": "index", "matrices": "matrix", "geese": "goose"}.get(noun, noun)  # fmt: skip
+    if not is_substance(words) or len(words[-1]) < 3:
+        return None
+    noun = _SINGULAR.get(words[-1], words[-1])
     noun = noun[:-3] + "y" if noun.endswith("ies") else noun.removesuffix("s")
-    return (
-        COUNT if noun in _GENERIC else Unit(Fraction(1), ((f"{'groups' if noun in _GROUPS else 'things'} {noun}", 1),))
-    )
-
-
-def _qualifies(word: str) -> bool:
-    """Whether ``word`` may stand between a number and what it counts."""
-    excluded = _NO_QUALIFIER | _NOT_COUNTED
-    return word in _QUALIFIERS or (len(word) > 3 and word.isalpha() and word.islower() and word not in excluded)
+    kind = "groups" if noun in _GROUPS else "things"
+    return COUNT if noun in _GENERIC else Unit(Fraction(1), ((f"{kind} {noun}", 1),))
 
 
 def is_substance(words: list[str]) -> bool:
     """Whether ``words`` may follow "of" behind a unit: ``liters of water``, ``pairs of integers``."""
-    return 0 < len(words) <= 3 and all(_qualifies(word) for word in words)
+    return 0 < len(words) <= 4 and all(
+        word.isalpha() and word.islower() and not {word, word.removesuffix("s")} & _CHANGING for word in words
+    )
 
 
 def may_stand_bare(word: str) -> bool:
@@ -321,22 +284,15 @@ class UnitCursor(Cursor):
 
     def _unit_word(self, ahead: int) -> tuple[Unit | None, int]:
         """The unit at a token, and how many tokens spell it: ``\\mu\\text{m}`` takes two."""
-        token = self._peek(ahead)
+        token, follows = self._peek(ahead), self._peek(ahead + 1)
         if token is None:
             return None, 0
-        if token.kind == "command" and token.text in (r"\mu", r"\Omega"):
-            follows = self._peek(ahead + 1)
-            if token.text == r"\Omega":
-                return unit_of("Ω", True), 1
-            unit = unit_of("μ" + follows.text, True) if follows and follows.kind == "letters" else None
-            return unit, 2
-        if token.kind == "sign" and token.text == "°":
-            return DEGREE, 1
         if token.text in CURRENCIES:
             return CURRENCIES[token.text], 1
-        follows = self._peek(ahead + 1)
-        if token.kind == "letters" and follows is not None and follows.text == r"\Omega":
-            return unit_of(token.text + "Ω", True), 2
+        if token.text == r"\Omega":
+            return unit_of("Ω", True), 1
+        if follows is not None and (token.text == r"\mu" or follows.text == r"\Omega"):
+            return unit_of((token.text + follows.text).replace(r"\mu", "μ").replace(r"\Omega", "Ω"), True), 2
         if token.kind != "letters" or (len(token.text) == 1 and not (token.roman and self._unit_letters)):
             return None, 0
         if not (token.roman or may_stand_bare(token.text) or (token.space and self._unit_letters)):
@@ -366,8 +322,8 @@ class UnitCursor(Cursor):
             if token.text in ("or", "and") or not (token.roman or (token.space and len(token.text) > 2)):
                 break
             words.append(token.text)
-        end = self._text_at(len(words))
-        if end not in ("", ",", ";", ")", "or", "and", "}") or not is_counted(words):
-            return None
-        self._position += len(words)
-        return counted_unit(words)
+        unit = counted_unit(words)
+        if unit is not None and self._text_at(len(words)) in ("", ",", ";", ")", "or", "and", "}"):
+            self._position += len(words)
+            return unit
+        return None
