@@ -17,7 +17,7 @@ from fractions import Fraction
 import mpmath
 
 from megatron_rl.rewards import units
-from megatron_rl.rewards.tree import Algebra, Node, TooLarge, exact, number, walk
+from megatron_rl.rewards.tree import OPERATIONS, Algebra, Node, exact, number, walk
 
 _MP = mpmath.mp.clone()
 _MP.prec = 400
@@ -101,7 +101,7 @@ def _log_bases(one: Node, other: Node) -> tuple[Value, ...]:
 
 
 def _names(*nodes: Node) -> list[str]:
-    return sorted({part.value for node in nodes for part in walk(node) if part.kind == "name"})
+    return sorted({part.value for node in nodes for part in walk(node) if part.kind == "name"} - {"ldots"})
 
 
 def _points(names: list[str]) -> Iterator[dict[str, Value]]:
@@ -211,7 +211,7 @@ class _Evaluator:
     def value(self, node: Node) -> Value:
         try:
             value = self._of(node)
-        except (ZeroDivisionError, ValueError, OverflowError, TypeError, TooLarge) as error:
+        except (ArithmeticError, ValueError, TypeError, KeyError) as error:
             raise _NoValue from error
         if not _MP.isfinite(value) or (value and _MP.mag(value) > _MAX_MAGNITUDE):
             raise _NoValue
@@ -221,11 +221,9 @@ class _Evaluator:
         kind = node.kind
         if kind == "number":
             return _MP.mpf(node.value.value.numerator) / node.value.value.denominator
-        if kind == "name" and node.value in self._point and node.value != "ldots":
-            return self._point[node.value]
-        if kind == "bound":
-            return self._point[f"bound {node.value}"]
-        if kind == "constant" and node.value != "infinity":
+        if kind in ("name", "bound"):
+            return self._point[node.value if kind == "name" else f"bound {node.value}"]
+        if kind == "constant":
             return {"pi": _MP.pi, "e": _MP.e, "i": _MP.mpc(0, 1)}[node.value] * 1
         if kind == "dash":
             return _MP.mpf(exact(node).numerator)
@@ -238,14 +236,8 @@ class _Evaluator:
         args = [self.value(arg) for arg in node.args]
         if kind == "add":
             return _MP.fsum(args)
-        if kind == "mul":
-            return args[0] * args[1]
-        if kind in ("div", "divide"):
-            return args[0] / args[1]
-        if kind == "neg":
-            return -args[0]
-        if kind == "percent":
-            return args[0] / 100
+        if kind in ("mul", "div", "divide", "neg", "percent"):
+            return OPERATIONS[kind](*args)
         if kind == "quantity" and node.value.dimensions == units.DEGREE.dimensions:
             return args[0] * _MP.pi * node.value.factor.numerator / (180 * 3600 * node.value.factor.denominator)
         raise _NoValue
@@ -270,27 +262,20 @@ class _Evaluator:
 
     def _call(self, node: Node) -> Value:
         name = node.value
-        if name == "det":
-            return self._determinant(node.args[0])
         if name in ("sum", "prod", "int"):
             return self._over_range(node)
         args = [self.value(arg) for arg in node.args]
-        if name in _ELEMENTARY and len(args) == 1:
-            if args[0] and _MP.mag(args[0]) > 100 + 8 * (name in ("abs", "floor", "ceil", "Re", "Im")) * 1000:
+        if name in ("factorial", "binom") and any(abs(arg) > 1000 for arg in args):
+            raise _NoValue
+        if name in _ELEMENTARY:
+            if args[0] and _MP.mag(args[0]) > (8000 if name in _COARSE else 100):
                 raise _NoValue
             if name in ("sinh", "cosh", "tanh", "coth", "sech", "csch") and abs(args[0]) > _MAX_MAGNITUDE:
                 raise _NoValue
-            return _ELEMENTARY[name](args[0])
+            return _ELEMENTARY[name](*args)
         if name == "log":
-            base = args[1] if len(args) == 2 else self._log_base
-            return _MP.log(args[0]) / _MP.log(base)
-        if name in ("factorial", "binom"):
-            if any(abs(arg) > 1000 for arg in args):
-                raise _NoValue
-            return _MP.factorial(args[0]) if name == "factorial" else _MP.binomial(*args)
-        if name in ("max", "min") and not any(_imaginary(arg) for arg in args):
-            return {"max": max, "min": min}[name](args)
-        if name in ("f", "g", "h", "F", "G", "H") or name.startswith(("f_", "g_", "h_", "f'", "g'", "h'")):
+            return _MP.log(args[0]) / _MP.log(args[1] if len(args) == 2 else self._log_base)
+        if name[0] in "fghFGH" and name[1:2] in ("", "_", "'"):
             return self._unknown(name, args)
         result = exact(node)
         if result is None:
@@ -326,13 +311,6 @@ class _Evaluator:
             return _MP.fprod(terms) * _MP.exp(width)
         return width * _MP.fsum(value * (k + 2) for k, value in enumerate(terms))
 
-    def _determinant(self, matrix: Node) -> Value:
-        size = matrix.value if matrix.kind == "matrix" else 0
-        if not 0 < size <= 6 or len(matrix.args) != size * size:
-            raise _NoValue
-        values = [self.value(arg) for arg in matrix.args]
-        return _MP.det(_MP.matrix([values[k : k + size] for k in range(0, len(values), size)]))
-
 
 def _floor(value: Value) -> Value:
     if _imaginary(value):
@@ -342,10 +320,12 @@ def _floor(value: Value) -> Value:
     return nearest if abs(real - nearest) < _NEAR_WHOLE else _MP.floor(real)
 
 
-_ELEMENTARY: dict[str, Callable[[Value], Value]] = {
+_COARSE = ("abs", "floor", "ceil", "Re", "Im", "max", "min")  # functions of arguments of any size
+_ELEMENTARY: dict[str, Callable[..., Value]] = {
     "sin": _MP.sin, "cos": _MP.cos, "tan": _MP.tan, "cot": _MP.cot, "sec": _MP.sec, "csc": _MP.csc,
     "arcsin": _MP.asin, "arccos": _MP.acos, "arctan": _MP.atan, "arccot": _MP.acot, "arcsec": _MP.asec,
     "arccsc": _MP.acsc, "sinh": _MP.sinh, "cosh": _MP.cosh, "tanh": _MP.tanh, "coth": _MP.coth, "sech": _MP.sech,
     "csch": _MP.csch, "abs": abs, "floor": _floor, "ceil": lambda value: -_floor(-value), "Re": _MP.re, "Im": _MP.im,
-    "sign": _MP.sign, "arg": _MP.arg, "cis": _MP.expj,
+    "sign": _MP.sign, "arg": _MP.arg, "cis": _MP.expj, "factorial": _MP.factorial, "binom": _MP.binomial, "max": max,
+    "min": min,
 }  # fmt: skip

@@ -28,7 +28,7 @@ _GREEK = frozenset(
 )
 _ENVIRONMENTS = frozenset(
     words(
-        "aligned align gathered gather split eqnarray multline cases array matrix pmatrix bmatrix vmatrix Bmatrix "
+        "aligned align gathered gather split eqnarray multline cases array matrix pmatrix bmatrix Bmatrix "
         "smallmatrix psmallmatrix"
     )
 )
@@ -183,9 +183,7 @@ class AtomParser(UnitCursor):
         if name in ("sum", "prod", "int"):
             return self._bound(name)
         if name == "ldots":
-            if self._peek() is None or self._at(",", ";", ")", r"\}"):
-                return Node("name", value="ldots")
-            raise Unread("dots inside an expression")
+            return Node("name", value="ldots")
         if name in _GREEK:
             return self._name(rf"\{name}")
         raise Unread(f"the command {name}")
@@ -350,8 +348,7 @@ class AtomParser(UnitCursor):
             return cells[0] if len(cells) == 1 else Node("list", cells)
         if any(len(row) != len(rows[0]) for row in rows):
             raise Unread("rows of unequal length")
-        matrix = Node("matrix", cells, len(rows[0]))
-        return Node("call", (matrix,), "det") if name == "vmatrix" else matrix
+        return Node("matrix", cells, len(rows[0]))
 
     def _join_rows(self) -> None:
         """Let a row that begins with a sign such as "=" go on with what stands before it."""

@@ -23,7 +23,6 @@ from megatron_rl.rewards.forms import (
     given_values,
     in_radians,
     is_equation,
-    is_infinite,
     is_time,
     minutes,
     name_first,
@@ -37,6 +36,7 @@ from megatron_rl.rewards.grammar import readings
 from megatron_rl.rewards.latex import Unread, spelled, tokenize
 from megatron_rl.rewards.sets import DESCRIBE_SETS, same_set
 from megatron_rl.rewards.tree import (
+    MIN_ROUNDED_DIGITS,
     Algebra,
     Node,
     TooLarge,
@@ -120,15 +120,14 @@ class _Comparison:
 
     def _same_option(self, ours: Node, theirs: Node) -> bool:
         if ours.kind == theirs.kind:
-            return ours.value == theirs.value and (
-                not ours.args or not theirs.args or self.equal(ours.args[0], theirs.args[0])
-            )
+            insides = ours.args[:1], theirs.args[:1]
+            return ours.value == theirs.value and (not all(insides) or self._in_order(*insides))
         option, other = (ours, theirs) if ours.kind == "option" else (theirs, ours)
         if other.kind == "name" and len(other.value) == 1 and other.value.isupper():
             return option.value == other.value
-        if not option.args:
-            return False
-        return self.equal(option.args[0], theirs) if option is ours else self.equal(ours, option.args[0])
+        return bool(option.args) and self.equal(
+            *(option.args[0] if node is option else node for node in (ours, theirs))
+        )
 
     def _same_word(self, ours: Node, theirs: Node) -> bool:
         if ours.kind == theirs.kind:
@@ -154,13 +153,6 @@ class _Comparison:
 
     # Collections.
 
-    def _same_sets(self, ours: Node, theirs: Node) -> bool:
-        if ours.kind != theirs.kind or not ours.args:
-            return False
-        if ours.kind in ("difference", "builder"):
-            return self._in_order(ours.args, theirs.args)
-        return self._any_order(ours.args, theirs.args)
-
     def _same_items(self, ours: Node, theirs: Node) -> bool:
         kinds = (ours.kind, theirs.kind)
         if kinds in (("list", "tuple"), ("tuple", "list")):
@@ -169,8 +161,10 @@ class _Comparison:
             return plain_tuple.value == "()" and self._in_order(items, their_items)
         if kinds[0] == kinds[1] == "tuple":
             return ours.value == theirs.value and self._in_order(ours.args, theirs.args)
-        if not set(kinds) <= {"list", "set"}:
+        if kinds[0] != kinds[1] and set(kinds) != {"list", "set"}:
             return False
+        if kinds[0] in ("difference", "builder"):
+            return self._in_order(ours.args, theirs.args)
         if theirs.value != "and" and any(item.kind == "word" for item in theirs.args):
             return self._in_order(ours.args, theirs.args)  # words in a row may be an order
         return self._any_order(ours.args, theirs.args)
@@ -211,22 +205,16 @@ class _Comparison:
         if ours.kind != theirs.kind or len(ours.args) != len(theirs.args):
             return False
         left, open_cases = list(theirs.args), 0
-        for case in sorted(ours.args, key=lambda case: case.value == "otherwise"):
-            partner = next((other for other in left if self._same_case(case, other)), None)
+        for value, condition in (case.args for case in ours.args):
+            alike = [other for other in left if self.equal(value, other.args[0])]
+            partner = next((other for other in alike if self.equal(condition, other.args[1])), None)
             if partner is None:
-                other = [other for other in left if self._same_case(case, other, "otherwise")]
-                partner, open_cases = other[0] if other else None, open_cases + 1
+                open_cases += 1
+                partner = next((o for o in alike if "otherwise" in (condition.value, o.args[1].value)), None)
             if partner is None or open_cases > 1:
                 return False
             left.remove(partner)
         return True
-
-    def _same_case(self, ours: Node, theirs: Node, otherwise: str = "") -> bool:
-        if ours.kind != theirs.kind or ours.kind != "case":
-            return self.equal(ours, theirs)
-        conditions = ours.args[1], theirs.args[1]
-        free = otherwise and any(condition.value == otherwise for condition in conditions)
-        return self.equal(ours.args[0], theirs.args[0]) and bool(free or self.equal(*conditions))
 
     def _same_family(self, ours: Node, theirs: Node) -> bool:
         """Compare ``a+k\\pi, k\\in\\mathbb{Z}`` with its like, or with an expression with a name such as n."""
@@ -272,8 +260,7 @@ class _Comparison:
         (frozenset(["congruence"]), _same_congruence),
         (frozenset(["matrix"]), _same_matrix),
         (frozenset(["cases"]), _same_cases),
-        (frozenset(["list", "tuple", "set"]), _same_items),
-        (DESCRIBE_SETS, _same_sets),
+        (DESCRIBE_SETS | {"list", "tuple", "set"}, _same_items),
     )
 
     # Relations.
@@ -353,21 +340,17 @@ class _Comparison:
             return False
         if len(found) == 1 and found[0].dimensions[0][0].startswith("groups"):
             return False  # `6 pairs` are not 6
+        radians = in_radians((ours, our_unit), (theirs, their_unit))
         if len(found) == 2:
-            angles = {our_unit, their_unit} == {units.DEGREE, units.RADIAN}
-            if our_unit.dimensions != their_unit.dimensions and not angles:
-                return False
-            if angles:
-                return self._same_number(*in_radians((ours, our_unit), (theirs, their_unit)))
-            if our_unit.factor != their_unit.factor:
-                return self._same_number(ours, theirs, our_unit.factor / their_unit.factor)
+            if {our_unit, their_unit} == {units.DEGREE, units.RADIAN}:
+                return self._same_number(*radians)
+            same = our_unit.dimensions == their_unit.dimensions
+            return same and self._same_number(ours, theirs, our_unit.factor / their_unit.factor)
         if self._same_number(ours, theirs):
             return True
-        if units.DEGREE in (our_unit, their_unit) and our_unit != their_unit:  # 60° is \pi/3
-            plain_number = theirs if our_unit else ours
-            has_pi = any(part.kind == "constant" and part.value == "pi" for part in walk(plain_number))
-            return has_pi and self._same_number(*in_radians((ours, our_unit), (theirs, their_unit)))
-        return False
+        plain_number = theirs if our_unit else ours  # 60° is \pi/3
+        has_pi = any(part.kind == "constant" and part.value == "pi" for part in walk(plain_number))
+        return units.DEGREE in found and has_pi and self._same_number(*radians)
 
     def _same_number(self, ours: Node, theirs: Node, factor: Fraction = Fraction(1)) -> bool:
         """Whether two scalars are equal; ``factor``: of our unit in terms of theirs."""
@@ -390,12 +373,8 @@ class _Comparison:
         return not self._accept_unevaluated and is_unfinished(ours) and not is_unfinished(theirs)
 
     def _same_scalar(self, ours: Node, theirs: Node) -> bool:
-        if any(
-            node.kind in ("list", "tuple", "set", "matrix", "relation", "domain", "empty") for node in (ours, theirs)
-        ):
+        if ours.kind in _NO_SCALARS or theirs.kind in _NO_SCALARS:
             return False
-        if any(is_infinite(node) for node in (ours, theirs)):
-            return ours == theirs
         our_value, their_value = exact(ours), exact(theirs)
         if our_value is not None and their_value is not None:
             decimals = [plain(node) for node in (ours, theirs)]
@@ -405,17 +384,12 @@ class _Comparison:
             return rounds_to(their_value, decimals[0]) or rounds_to(our_value, decimals[1])
         if has_names(ours) or has_names(theirs):
             return any(self._algebra.equal(node, theirs) for node in (ours, *constants(ours, theirs)))
-        if their_value is None and our_value is None:
-            return self._algebra.equal(ours, theirs)
-        return self._rational_and_not(ours, theirs, their_value is not None)
-
-    def _rational_and_not(self, ours: Node, theirs: Node, gold_is_rational: bool) -> bool:
-        """One side is rational by arithmetic, the other has roots, functions or constants in it."""
-        rational, other = (theirs, ours) if gold_is_rational else (ours, theirs)
-        written = plain(rational)
-        if written is not None and written.places is not None and written.significant >= 6:
-            value = self._algebra.value(other)
-            return value is not None and (rounds_to(value, written) or value == written.value)
-        if gold_is_rational and not self._accept_unevaluated and not is_unfinished(theirs):
-            return False  # `e^{\ln 5}` for 5: a rational value must be written as a rational number
+        if our_value is not None or their_value is not None:  # the other has roots, functions or constants in it
+            rational, other = (ours, theirs) if their_value is None else (theirs, ours)
+            written = plain(rational)
+            if written is not None and written.places is not None and written.significant >= MIN_ROUNDED_DIGITS:
+                value = self._algebra.value(other)
+                return value is not None and (rounds_to(value, written) or value == written.value)
+            if rational is theirs and not self._accept_unevaluated and not is_unfinished(theirs):
+                return False  # `e^{\ln 5}` for 5: a rational value must be written as a rational number
         return self._algebra.equal(ours, theirs)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import reduce
-from itertools import permutations
+from itertools import permutations, product
 
 from megatron_rl.rewards import units
 from megatron_rl.rewards.tree import Node, exact_or_none, negative, number, plain, replaced, walk
@@ -29,11 +29,6 @@ def canonical(node: Node) -> Node:
 
 def _membership(node: Node) -> Node:
     r"""``x \in S`` says S, and so does ``\{x \mid x \in S\}``; ``P(3,4)`` says the point."""
-    if node.kind == "builder" and node.args[0].kind == "name":
-        member, condition = node.args
-        values = condition.args if condition.kind == "list" else (condition,)
-        if all(value.kind == "relation" and value.value == ("=",) and value.args[0] == member for value in values):
-            return Node("set", tuple(value.args[1] for value in values))
     if node.kind == "relation" and node.value == ("∈",) and names_something(node.args[0]):
         return node.args[1]
     if (
@@ -118,12 +113,8 @@ def _spread_signs(node: Node) -> Node:
     if not 0 < count <= _MAX_SIGNS:
         return node
     linked = any(part.kind == "pm" and part.value == -1 for part in walk(node))
-    patterns = [(1,) * count, (-1,) * count] if linked or count == 1 else _sign_patterns(count)
+    patterns = [(1,) * count, (-1,) * count] if linked else product((1, -1), repeat=count)
     return Node("list", tuple(_with_signs(node, list(pattern)) for pattern in patterns))
-
-
-def _sign_patterns(count: int) -> list[tuple[int, ...]]:
-    return [tuple(1 - 2 * (k >> j & 1) for j in range(count)) for k in range(1 << count)]
 
 
 def _with_signs(node: Node, signs: list[int]) -> Node:
@@ -199,7 +190,7 @@ def name_first(node: Node) -> Node:
 def names_something(node: Node) -> bool:
     r"""Whether ``node`` is a name or names put together (``x_1``, ``f(3)``, ``m+n``, ``AB^2``); not ``-x``."""
     kind, args = node.kind, node.args
-    if kind in ("name", "word"):
+    if kind in ("name", "word") or _DOTS in walk(node):  # `1+2+\\ldots+8`
         return True
     if kind == "call":
         return node.value in "fghFGH" or (bool(args) and all(map(names_something, args)))
@@ -243,7 +234,11 @@ def constants(ours: Node, theirs: Node) -> Iterator[Node]:
     """Yield ``ours`` with its free constants named as those of ``theirs``: ``x^2+K`` as ``x^2+C``."""
     names, their_names = ({part for part in walk(node) if part.kind == "name"} for node in (ours, theirs))
     own, gold = sorted(names - their_names, key=str), sorted(their_names - names, key=str)
-    if not 0 < len(own) == len(gold) <= 2 or not all(re.fullmatch(r"[Cc](_\d)?", name.value) for name in gold):
+    if (
+        not names & their_names
+        or not 0 < len(own) == len(gold) <= 2
+        or not all(re.fullmatch(r"[Cc](_\d)?", name.value) for name in gold)
+    ):
         return
     if all(re.fullmatch(r"[A-DKck](_\d)?", name.value) for name in own):
         for order in permutations(gold):
@@ -261,7 +256,3 @@ def split_unit(node: Node) -> tuple[Node, units.Unit | None]:
 
 def in_radians(*sides: tuple[Node, units.Unit | None]) -> list[Node]:
     return [Node("quantity", (node,), unit) if unit == units.DEGREE else node for node, unit in sides]
-
-
-def is_infinite(node: Node) -> bool:
-    return any(part.kind == "constant" and part.value == "infinity" for part in walk(node))

@@ -117,10 +117,12 @@ class _Reader:
         return lambda at: above(low, at) and below(at, high)
 
     def _builder(self, member: Node, condition: Node) -> Test | None:
-        conditions = condition.args if condition.kind == "list" else (condition,)
+        if condition.kind == "list":  # equations beside each other mean either
+            either = all(part.kind == "relation" and part.value == ("=",) for part in condition.args)
+            condition = Node("or" if either else "and", condition.args)
         if member.kind == "relation" and member.value == ("∈",):
-            member, conditions = member.args[0], (member, *conditions)
-        return self.read(Node("and", conditions), member.value) if member.kind == "name" else None
+            member, condition = member.args[0], Node("and", (member, condition))
+        return self.read(condition, member.value) if member.kind == "name" else None
 
     def _relation(self, node: Node, name: str) -> Test | None:
         """The test of ``x > 3``, ``0 < x < 1``, ``|x-1| < 3``, ``x \\in S``."""

@@ -136,7 +136,7 @@ def exact(node: Node) -> Fraction | None:
     if node.kind == "dash":
         first, *subtrahends = map(int, node.value)
         return _bounded(Fraction(first - sum(subtrahends)))
-    operation = _OPERATIONS.get(node.value if node.kind == "call" else node.kind)
+    operation = OPERATIONS.get(node.value if node.kind == "call" else node.kind)
     if operation is None:
         return None
     args = []
@@ -216,7 +216,7 @@ def _binomial(count: int, chosen: int) -> int:
     return math.comb(count, chosen)
 
 
-_OPERATIONS: dict[str, Callable[..., Fraction | int | None]] = {
+OPERATIONS: dict[str, Callable[..., Fraction | int | None]] = {
     "add": lambda *args: reduce(lambda one, other: _bounded(one + other), args),
     "mul": operator.mul, "div": operator.truediv, "divide": operator.truediv, "neg": operator.neg,
     "percent": lambda arg: arg / 100, "pow": _power, "root": lambda radicand, index: _power(radicand, 1 / index),
