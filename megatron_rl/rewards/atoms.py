@@ -83,15 +83,16 @@ class AtomParser(UnitCursor):
         node = self._number(token)
         if not token.text.isdigit():
             return node
-        start, part = self._position, None
-        top, slash, bottom = (self._peek(k) for k in range(3))
+        top, start = self._peek(), self._position
         if top is not None and top.text == r"\frac":
             part = self._atom()
-        elif top and slash and bottom and top.space and slash.text == "/" and top.kind == bottom.kind == "number":
-            part = Node("div", (self._number(top), self._number(bottom)))
-            self._position += 3
-        digits = [arg.value for arg in part.args] if part is not None else []
-        whole = digits and all(isinstance(digit, Number) and digit.places is None for digit in digits)
+        elif top is not None and top.kind == "number" and top.space and self._text_at(1) == "/":
+            self._position += 2
+            part = Node("div", (self._number(top), self._atom()))
+        else:
+            return node
+        digits = [arg.value for arg in part.args]
+        whole = all(isinstance(digit, Number) and digit.places is None for digit in digits)
         if whole and 0 < digits[0].value < digits[1].value:
             return number(node.value.value + digits[0].value / digits[1].value)
         self._position = start

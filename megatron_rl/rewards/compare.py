@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from megatron_rl.rewards import units
 from megatron_rl.rewards.forms import (
+    DOTS,
     MAX_ITEMS,
     as_matrix,
     as_vector,
@@ -270,7 +271,7 @@ class _Comparison:
         if node.kind != "relation" or len(node.args) < 3 or set(node.value) != {"="}:
             return node
         first, *middle, last = node.args
-        if not all(self._loosely_equal(side, last) for side in middle):
+        if not all(DOTS in walk(side) or self._loosely_equal(side, last) for side in middle):
             return node
         return Node("relation", (first, last), ("=",))
 
@@ -304,7 +305,7 @@ class _Comparison:
             *left, exact_value = left
             value = value if self.equal(value, theirs) else exact_value
         return self.equal(value, theirs) and all(
-            names_something(side) or self._loosely_equal(side, value) for side in left
+            names_something(side) or DOTS in walk(side) or self._loosely_equal(side, value) for side in left
         )
 
     def _same_difference(self, ours: Node, theirs: Node) -> bool:

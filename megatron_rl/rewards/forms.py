@@ -13,7 +13,7 @@ from megatron_rl.rewards.tree import Node, exact_or_none, negative, number, plai
 
 MAX_ITEMS = 64  # longest list that is compared in any order
 _MAX_SIGNS = 3  # largest number of ± in one value
-_DOTS = Node("name", value="ldots")
+DOTS = Node("name", value="ldots")
 _VOWELS = frozenset("aeiou")
 _TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
@@ -44,16 +44,16 @@ def _membership(node: Node) -> Node:
 def _without_dots(node: Node) -> Node:
     """``1,2,\\ldots,5`` as ``1,2,3,4,5``; a row without end by its first two numbers."""
     values = [exact_or_none(item) for item in node.args] if node.kind in ("list", "set", "tuple") else []
-    if len(values) < 4 or node.args.count(_DOTS) != 1 or None in values[:2]:
+    if len(values) < 4 or node.args.count(DOTS) != 1 or None in values[:2]:
         return node
-    at, (first, second) = node.args.index(_DOTS), values[:2]
+    at, (first, second) = node.args.index(DOTS), values[:2]
     step = second - first
     shown = [first + k * step for k in range(at)]
     last = values[-1] if at == len(values) - 2 else None
     if values[:at] != shown or not step or (last is None and at < len(values) - 1):
         return node
     if last is None:
-        return Node(node.kind, (*node.args[:2], _DOTS), node.value)
+        return Node(node.kind, (*node.args[:2], DOTS), node.value)
     count = (last - first) / step
     if count.denominator != 1 or not at <= count <= MAX_ITEMS:
         return node
@@ -190,7 +190,7 @@ def name_first(node: Node) -> Node:
 def names_something(node: Node) -> bool:
     r"""Whether ``node`` is a name or names put together (``x_1``, ``f(3)``, ``m+n``, ``AB^2``); not ``-x``."""
     kind, args = node.kind, node.args
-    if kind in ("name", "word") or _DOTS in walk(node):  # `1+2+\\ldots+8`
+    if kind in ("name", "word"):
         return True
     if kind == "call":
         return node.value in "fghFGH" or (bool(args) and all(map(names_something, args)))

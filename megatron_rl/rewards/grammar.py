@@ -156,13 +156,11 @@ class Parser(AtomParser):
             return terms[0]
         if terms[0].kind == "domain" and all(t.kind == "neg" and t.args[0].kind == "set" for t in terms[1:]):
             return reduce(lambda one, other: Node("difference", (one, other.args[0])), terms)  # `\mathbb{R}-\{0\}`
-        bare, found = zip(*map(split_unit, terms))
-        if (
-            found[-1] is not None
-            and ({*found} <= {None, found[-1]})
-            and (None not in found or found[-1] != units.DEGREE)
-        ):
-            return Node("quantity", (Node("add", bare),), found[-1])  # `3 + 2\sqrt2 cm`, `180^\circ - 120^\circ`
+        unit = split_unit(terms[-1])[1]
+        if unit is not None:  # `3 + 2\sqrt2 cm`, `180^\circ - 120^\circ`
+            bare, found = zip(*map(split_unit, terms))
+            if {*found} <= {None, unit} and (None not in found or unit != units.DEGREE):
+                return Node("quantity", (Node("add", bare),), unit)
         return Node("add", tuple(terms))
 
     def _whole_numbers(self, sign: str) -> tuple[str, ...]:

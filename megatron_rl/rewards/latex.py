@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 MAX_TOKENS = 1500
 
@@ -204,18 +205,11 @@ def _in_digits(match: re.Match[str]) -> str:
     return f"{total + value}{part}"
 
 
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")  # not a command
-_WITHOUT_WORDS = 9  # patterns that also change texts without words
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][A-Za-z.]")  # not a command
+_WITHOUT_WORDS = 8  # patterns that also change texts without words
 _TEXT = r"\s*(?:\\text\s*\{)?\s*"
 _REWRITTEN = (
     (re.compile(r"\^\s*(\{\s*)?((?:[°']|\\(?:circ|degree|prime)(?![A-Za-z])\s*)+)(?(1)\})"), r"\2"),
-    (
-        re.compile(
-            r"(?<=\d)(?:[\s~]|\\[ ,;:]|\\q?quad)*+(\\(?:text|mathrm)\s*\{[\s~]*)?"
-            r"(?:([aA])|[pP])\.?\s?[mM](?![A-Za-z])\.?(?(1)\s*\})"
-        ),
-        lambda match: "㏂" if match[2] else "㏘",
-    ),
     (re.compile(r"\\(l|r)(?:eft|ight)\s*(?:\||\\[lr]?vert(?![A-Za-z]))"), r"\\\1vert "),
     (re.compile(r"\\(?:left|right)\s*\.|\\not\s*(?:(=)|(\\in(?![A-Za-z])))"), lambda m: _negated(m[1], m[2])),
     (
@@ -229,6 +223,13 @@ _REWRITTEN = (
     (re.compile(r"(?<=\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3})"), ""),
     (re.compile(r"\{:\}"), ":"),
     (re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)"), "*"),
+    (
+        re.compile(
+            r"(?<=\d)(?:[\s~]|\\[ ,;:]|\\q?quad)*+(\\(?:text|mathrm)\s*\{[\s~]*)?"
+            r"(?:([aA])|[pP])\.?\s?[mM](?![A-Za-z])\.?(?(1)\s*\})"
+        ),
+        lambda match: "㏂" if match[2] else "㏘",
+    ),
     (_IN_WORDS, _in_digits),
     (re.compile(r"(?<![\\A-Za-z])(?:negative|minus)(?=[\s}]*[\d\\(])", re.IGNORECASE), "-"),
     (re.compile(rf"(?<=\d){_TEXT}(?:in|out of)\s*\}}?\s*(?=\d)"), "/"),  # `1 in 6`
@@ -256,6 +257,7 @@ def may_be_euler(text: str) -> bool:
     return _EULER.search(text) is not None
 
 
+@lru_cache(maxsize=8)  # `spelling` and `readings` begin with the same tokens
 def tokenize(text: str, euler: bool = False) -> tuple[Token, ...]:
     """Return the tokens of ``text`` without its layout. ``euler``: read ``2e-1`` as 2·e − 1. Raises `Unread`."""
     text = plain_signs(text)

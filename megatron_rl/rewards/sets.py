@@ -101,11 +101,15 @@ class _Reader:
         value = None if node.kind in ("tuple", "set", "list", "relation") else self._algebra.value(node)
         return None if value is None else self._known(value)
 
-    def _known(self, value: Fraction) -> Fraction:
-        end = next((end for end in self._ends if abs(end - value) <= _SAME * max(1, abs(end))), None)
-        if end is None:
+    def _known(self, value: Fraction, keep: bool = True) -> Fraction:
+        """The end that ``value`` is; roots and the like have it to 80 digits."""
+        for end in self._ends:
+            rounded = max(end.denominator, value.denominator) >> 200
+            if end == value or (rounded and abs(end - value) <= _SAME * max(1, abs(end))):
+                return end
+        if keep:
             self._ends.append(value)
-        return value if end is None else end
+        return value
 
     def _interval(self, node: Node) -> Test | None:
         if len(node.args) != 2 or node.value[0] not in "([" or node.value[1] not in ")]":
@@ -139,7 +143,7 @@ class _Reader:
             if k in constants or node.args[k] == variable:
                 return constants.get(k, at)
             found = self._algebra.value(replaced(node.args[k], variable, number(at)))
-            return next((end for end in constants.values() if found and abs(found - end) <= _SAME * abs(found)), found)
+            return None if found is None else self._known(found, keep=False)
 
         def test(at: Fraction) -> bool:
             values = [value(k, at) for k in range(len(node.args))]

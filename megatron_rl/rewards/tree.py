@@ -149,7 +149,7 @@ def exact(node: Node) -> Fraction | None:
         value = operation(*args)
     except (ZeroDivisionError, TypeError, ValueError):  # ``1/0``, ``\\gcd(1/2, 3)``
         return None
-    return None if value is None else _bounded(Fraction(value))
+    return None if value is None else _bounded(Fraction(value) if type(value) is int else value)
 
 
 def exact_or_none(node: Node) -> Fraction | None:

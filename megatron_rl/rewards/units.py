@@ -224,9 +224,10 @@ class UnitCursor(Cursor):
 
     def _behind(self, node: Node) -> Node | None:
         """Return ``node`` with the percent sign, number word or unit that follows it; None if none follows."""
-        if self._take("%") or self._take_word("percent", "percents"):
+        word = self._text_at().lower()
+        if word in ("%", "percent", "percents"):
+            self._position += 1
             return Node("percent", (node,))
-        word = self._word_at()
         if word in MULTIPLIERS:
             self._position += 1
             if node.kind == "number":
