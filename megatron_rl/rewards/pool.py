@@ -106,7 +106,7 @@ class _Worker:
         return left if style.takes_lists else min(1, left)
 
 
-class WorkerPool:
+class WorkerPool(contextlib.AbstractContextManager):
     """Persistent worker processes. They are not forked from this process, which may have threads and GPUs.
 
     ``algebra``: workers grade mathematics. ``functions``: names of custom reward functions to load. Limits are per
@@ -339,9 +339,6 @@ class WorkerPool:
         self._workers = []
         for end in self._bell:
             os.close(end)
-
-    def __enter__(self) -> WorkerPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

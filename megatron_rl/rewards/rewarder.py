@@ -22,6 +22,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from types import SimpleNamespace
@@ -158,7 +159,7 @@ def _names(config: RewardConfig) -> list[str]:
     return sorted(set(config.by_source.values())) if config.name == "by_source" else [config.name]
 
 
-class Rewarder:
+class Rewarder(AbstractContextManager):
     """Sets ``raw_reward``, ``reward`` and ``masked`` of rollouts.
 
     Scoring is local: each rank scores the groups that it has. If the reward needs worker processes, they start with the
@@ -186,7 +187,6 @@ class Rewarder:
             )
         self.has_functions = bool(functions)
         self._begun: dict[int, tuple[weakref.ref, Future[Outcome]]] = {}  # by id of the rollout
-        self.failures: list[Failure] = []  # of the latest `score`, one of each kind
 
     def begin(self, prompt: Prompt, rollouts: Iterable[Rollout]) -> None:
         """Begin to score responses with the user's function, and return at once; `score` waits for what is left.
@@ -211,13 +211,13 @@ class Rewarder:
 
             self._begun[key] = (weakref.ref(rollout, forget), future)
 
-    def score(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Score every rollout in place and return metrics.
+    def score(self, groups: Sequence[Group]) -> Scores:
+        """Score every rollout in place and return the scores.
 
         A response whose scoring failed is counted in ``reward/timeouts`` (over its time or memory limit),
         ``reward/worker_failures`` (its worker died) or ``reward/errors`` (a reward function raised or did not return a
-        number). One that a built-in reward cannot judge is counted in ``reward/unjudged`` and ends no run. `failures`
-        then has an example of each kind. The response gets 0. If its reward is a function and `reward.on_error` is
+        number). One that a built-in reward cannot judge is counted in ``reward/unjudged`` and ends no run. The response
+        gets 0. If its reward is a function and `reward.on_error` is
         mask, it is also ``unscored`` and ``masked``.
         """
         rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
@@ -227,8 +227,7 @@ class Rewarder:
             self._shape(rollout)
             if outcome.failure and self._config.on_error == "mask" and ":" in self._name_of(prompt):
                 rollout.reward, rollout.unscored, rollout.masked = 0.0, True, True
-        self.failures = _failures(rollouts, outcomes)
-        return _metrics([rollout for _, rollout in rollouts], outcomes)
+        return _scores(rollouts, outcomes)
 
     def try_on(self, prompts: Iterable[Prompt]) -> Trial:
         """Score a right answer to a prompt of each reward, to prove that rewards can be computed.
@@ -236,19 +235,14 @@ class Rewarder:
         The response is the gold answer in the reward's format. Raises `InputError` if a function cannot be loaded,
         raises or does not return a number, `RewardFault` if no worker can be started.
         """
-        first: Trial | None = None
-        tried: set[str] = set()
+        firsts: dict[str, Prompt] = {}  # by reward
         for prompt in prompts:
-            name = self._config.by_source.get(prompt.data_source, self._config.name)
-            if name in tried:
-                continue
-            tried.add(name)
-            trial = self._try(prompt, name)
+            firsts.setdefault(self._config.by_source.get(prompt.data_source, self._config.name), prompt)
+        trials = [self._try(prompt, name) for name, prompt in firsts.items()]
+        for prompt in firsts.values():
             for line in self.unmet([prompt]):
                 logger.warning("prompt %s: %s", prompt.id, line)
-            first = first or trial
-        assert first is not None, "a dataset has a prompt"
-        return first
+        return trials[0]
 
     def unmet(self, prompts: Iterable[Prompt]) -> list[str]:
         """Say which golds of `math` a right answer in another spelling does not meet (`golds.respellings`)."""
@@ -355,9 +349,6 @@ class Rewarder:
         if pool is not None:
             pool.close()
 
-    def __enter__(self) -> Rewarder:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -373,29 +364,23 @@ def _task(name: str, prompt: Prompt, rollout: Rollout) -> Task:
     }
 
 
-def _failures(rollouts: Sequence[tuple[Prompt, Rollout]], outcomes: Sequence[Outcome]) -> list[Failure]:
-    failed = [(prompt, rollout, outcome) for (prompt, rollout), outcome in zip(rollouts, outcomes) if outcome.failure]
-    return merge(
-        Failure(outcome.failure, 1, prompt.id, rollout.text, outcome.detail) for prompt, rollout, outcome in failed
-    )
-
-
-def _metrics(rollouts: Sequence[Rollout], outcomes: Sequence[Outcome]) -> dict[str, float]:
-    count = max(len(rollouts), 1)
-    num_unscored = sum(rollout.unscored for rollout in rollouts)
-    num_scored = max(len(rollouts) - num_unscored, 1)
-    failures = [outcome.failure for outcome in outcomes]
-    return {
-        "critic/rewards/mean": sum(rollout.reward for rollout in rollouts) / num_scored,
-        "critic/score/mean": sum(rollout.raw_reward for rollout in rollouts) / num_scored,
-        "reward/masked_frac": sum(rollout.masked for rollout in rollouts) / count,
-        "reward/unscored_frac": num_unscored / count,
+def _scores(rollouts: Sequence[tuple[Prompt, Rollout]], outcomes: Sequence[Outcome]) -> Scores:
+    found, count = [outcome.failure for outcome in outcomes], max(len(rollouts), 1)
+    metrics = {
+        "reward/masked_frac": sum(rollout.masked for _, rollout in rollouts) / count,
+        "reward/unscored_frac": sum(rollout.unscored for _, rollout in rollouts) / count,
         "reward/retries": float(sum(outcome.retries for outcome in outcomes)),
-        "reward/timeouts": float(failures.count("limit")),
-        "reward/worker_failures": float(failures.count("crash")),
-        "reward/errors": float(failures.count("error")),
-        "reward/unjudged": float(failures.count("unjudged")),
+        "reward/timeouts": float(found.count("limit")),
+        "reward/worker_failures": float(found.count("crash")),
+        "reward/errors": float(found.count("error")),
+        "reward/unjudged": float(found.count("unjudged")),
     }
+    failures = [
+        Failure(outcome.failure, 1, prompt.id, rollout.text, outcome.detail)
+        for (prompt, rollout), outcome in zip(rollouts, outcomes)
+        if outcome.failure
+    ]
+    return Scores(metrics, merge(failures), len(rollouts))
 
 
 def _opened_thinking(prompt: Prompt) -> str:
@@ -429,7 +414,8 @@ def merged_scores(shares: list[Scores]) -> Scores:
     metrics = {name: sum(share.metrics[name] for share in shares) for name in _COUNTS}
     if count:
         for name in _SHARES:
-            metrics[name] = sum(share.metrics[name] * share.num_scored for share in shares if share.num_scored) / count
+            held = sum(round(share.metrics[name] * share.num_scored) for share in shares if share.num_scored)
+            metrics[name] = held / count
     return Scores(metrics, merge(failure for share in shares for failure in share.failures), count)
 
 
@@ -446,17 +432,12 @@ def score_shared(rewarder: Rewarder, groups: list[Group]) -> Scores:
     rank = world_rank()
     held = [(group, r) for (_, group, r), place in zip(pairs, places, strict=True) if place == rank]
     groups_here = [Group(group.prompt, [r for _, r in members]) for group, members in _runs_of_groups(held)]
-    counts = together("rewards could not be computed", lambda: rewarder.score(groups_here))
+    scores = together("rewards could not be computed", lambda: rewarder.score(groups_here))
     rows = gather_rows([(r.raw_reward, r.reward, r.masked, r.unscored) for _, r in held], places, width=4).tolist()
     for (_, _, rollout), (raw, reward, masked, unscored) in zip(pairs, rows, strict=True):
         rollout.raw_reward, rollout.reward = raw, reward
         rollout.masked, rollout.unscored = bool(masked), bool(unscored)
-    shares = gather_objects((counts, rewarder.failures[:MAX_KINDS]))
-    metrics = {name: sum(share[name] for share, _ in shares) for name in _COUNTS}
-    if pairs:
-        metrics["reward/masked_frac"] = sum(r.masked for _, _, r in pairs) / len(pairs)
-        metrics["reward/unscored_frac"] = sum(r.unscored for _, _, r in pairs) / len(pairs)
-    return Scores(metrics, merge(failure for _, failures in shares for failure in failures), len(pairs))
+    return merged_scores(gather_objects(replace(scores, failures=scores.failures[:MAX_KINDS])))
 
 
 def _runs_of_groups(held: list[tuple[Group, Rollout]]) -> list[tuple[Group, list[tuple[Group, Rollout]]]]:

@@ -99,7 +99,7 @@ def scored(path: Path, function: str, answer: str, *texts: str) -> tuple[Group, 
     group = Group(Prompt("p", [1], answer), rollouts)
     config = RewardConfig(name=f"{path}:{function}", num_workers=1, retries=1, retry_wait_s=0.0, wait_s=60.0)
     with Rewarder(config, 100) as rewarder:
-        return group, rewarder.score([group])
+        return group, rewarder.score([group]).metrics
 
 
 def test_a_judge_is_asked_over_http_again_where_it_fails_and_what_it_does_not_score_is_masked(judge_url, monkeypatch):

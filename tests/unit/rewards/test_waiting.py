@@ -197,19 +197,19 @@ def test_built_in_rewards_are_not_begun():
 def test_a_response_without_a_score_is_masked_or_zero(rewarder):
     masked, zero = group("p", "x", "raises"), group("p", "x", "raises")
     own = rewarder("mixed")
-    metrics = own.score([masked])
+    scores = own.score([masked])
     assert [(r.masked, r.unscored) for r in masked.rollouts] == [(False, False), (True, True)]
-    assert (masked.rewards, metrics["reward/unscored_frac"], metrics["critic/rewards/mean"]) == ([1.0], 0.5, 1.0)
-    metrics = rewarder("mixed", on_error="zero").score([zero])
+    assert (masked.rewards, scores.metrics["reward/unscored_frac"]) == ([1.0], 0.5)
+    metrics = rewarder("mixed", on_error="zero").score([zero]).metrics
     assert (zero.rewards, metrics["reward/unscored_frac"], metrics["reward/errors"]) == ([1.0, 0.0], 0.0, 1.0)
-    assert "ValueError: no" in own.failures[0].detail
+    assert "ValueError: no" in scores.failures[0].detail
 
 
 def test_the_first_failure_ends_a_run_where_the_recipe_says_so(rewarder):
     own, failed = rewarder("mixed", on_error="end"), group("p", "x", "raises")
-    own.score([failed])
+    scores = own.score([failed])
     with pytest.raises(RewardFault, match=r"1 of 2 responses.*reward\.on_error: end"):
-        refuse_too_many(1, 2, 0.0, own.failures)
+        refuse_too_many(scores.num_failed, scores.num_scored, 0.0, scores.failures)
 
 
 # ---------------------------------------------------------------- what becomes of a response without a score
