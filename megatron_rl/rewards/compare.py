@@ -11,28 +11,7 @@ from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
 
-from megatron_rl.rewards import units
-from megatron_rl.rewards.forms import (
-    DOTS,
-    MAX_ITEMS,
-    as_matrix,
-    as_vector,
-    canonical,
-    commutes,
-    constants,
-    exactly,
-    given_values,
-    in_radians,
-    is_equation,
-    is_time,
-    minutes,
-    name_first,
-    names_something,
-    split_unit,
-    turned,
-    with_argument_of,
-    without_tuple_name,
-)
+from megatron_rl.rewards import forms, units
 from megatron_rl.rewards.grammar import readings
 from megatron_rl.rewards.latex import Unread, spelled, tokenize
 from megatron_rl.rewards.sets import DESCRIBE_SETS, same_set
@@ -94,8 +73,8 @@ class _Comparison:
             return True
         if "option" in (ours.kind, theirs.kind):
             return self._same_option(ours, theirs)
-        ours, theirs = canonical(self._without_middle(ours)), canonical(theirs)
-        ours, theirs = without_tuple_name(ours, theirs)
+        ours, theirs = forms.canonical(self._without_middle(ours)), forms.canonical(theirs)
+        ours, theirs = forms.without_tuple_name(ours, theirs)
         if ours == theirs:
             return True
         kinds = {ours.kind, theirs.kind}
@@ -105,13 +84,13 @@ class _Comparison:
             return self._same_family(ours, theirs)
         if kinds & {"based", "date", "dash"}:
             return self._same_as_written(ours, theirs)
-        if kinds & DESCRIBE_SETS and not (is_equation(ours) or is_equation(theirs)):
+        if kinds & DESCRIBE_SETS and not (forms.is_equation(ours) or forms.is_equation(theirs)):
             verdict = same_set(ours, theirs, self._algebra)
             if verdict is not None:
                 return verdict
         if "relation" in kinds:
             return self._same_relation(ours, theirs)
-        ours, theirs = as_vector(as_matrix(ours), theirs), as_vector(as_matrix(theirs), ours)
+        ours, theirs = forms.as_vector(forms.as_matrix(ours), theirs), forms.as_vector(forms.as_matrix(theirs), ours)
         for some, rule in self._rules:
             if ours.kind in some or theirs.kind in some:
                 return rule(self, ours, theirs)
@@ -132,12 +111,12 @@ class _Comparison:
 
     def _same_word(self, ours: Node, theirs: Node) -> bool:
         if ours.kind == theirs.kind:
-            commute = commutes(ours) and commutes(theirs)
+            commute = forms.commutes(ours) and forms.commutes(theirs)
             return ours.value == theirs.value or (commute and sorted(ours.value) == sorted(theirs.value))
         word, other = (ours, theirs) if ours.kind == "word" else (theirs, ours)
         if not word.args:
             return other.kind == "relation" and other.value == ("=",) and self._same_relation(ours, theirs)
-        if not commutes(word):
+        if not forms.commutes(word):
             return word.args[0] == other
         return self.equal(*((word.args[0], other) if word is ours else (other, word.args[0])))
 
@@ -158,7 +137,9 @@ class _Comparison:
         kinds = (ours.kind, theirs.kind)
         if kinds in (("list", "tuple"), ("tuple", "list")):
             plain_tuple = ours if ours.kind == "tuple" else theirs
-            items, their_items = (given_values(node.args, other) for node, other in ((ours, theirs), (theirs, ours)))
+            items, their_items = (
+                forms.given_values(node.args, other) for node, other in ((ours, theirs), (theirs, ours))
+            )
             return plain_tuple.value == "()" and self._in_order(items, their_items)
         if kinds[0] == kinds[1] == "tuple":
             return ours.value == theirs.value and self._in_order(ours.args, theirs.args)
@@ -182,18 +163,18 @@ class _Comparison:
             return self._same_relation(ours, theirs)
         if ours.kind != theirs.kind:
             ratio, other = (ours, theirs) if ours.kind == "ratio" else (theirs, ours)
-            if len(ratio.args) > 2 or ratio.value or is_time(ratio) or other.kind in _NO_SCALARS:
+            if len(ratio.args) > 2 or ratio.value or forms.is_time(ratio) or other.kind in _NO_SCALARS:
                 return False
             quotient = Node("div", ratio.args)
             return self._same_number(quotient, theirs) if ratio is ours else self._same_number(ours, quotient)
         if ours.value or theirs.value:
-            return minutes(ours) is not None and minutes(ours) == minutes(theirs)
+            return forms.minutes(ours) is not None and forms.minutes(ours) == forms.minutes(theirs)
         if len(ours.args) != len(theirs.args):
             return False
         if self._in_order(ours.args, theirs.args):
             return True
         parts = [exact(arg) for node in (ours, theirs) for arg in node.args]
-        if is_time(theirs) or any(value is not None and value <= 0 for value in parts):
+        if forms.is_time(theirs) or any(value is not None and value <= 0 for value in parts):
             return False
         (first, *_), (their_first, *_) = ours.args, theirs.args
         return all(
@@ -224,7 +205,7 @@ class _Comparison:
         sides = []
         for node in (ours, theirs):
             value, parameter = (node.args[0], node.value) if node.kind == "family" else (node, "")
-            if value.kind == "relation" and value.value == ("=",) and names_something(value.args[0]):
+            if value.kind == "relation" and value.value == ("=",) and forms.names_something(value.args[0]):
                 value = value.args[1]
             if not parameter:
                 own = {part.value for part in walk(value) if part.kind == "name"} & set("kmnlj")
@@ -246,7 +227,7 @@ class _Comparison:
         return len(ours) == len(theirs) and all(map(self.equal, ours, theirs))
 
     def _any_order(self, ours: Sequence[Node], theirs: Sequence[Node]) -> bool:
-        if len(ours) != len(theirs) or len(ours) > MAX_ITEMS:
+        if len(ours) != len(theirs) or len(ours) > forms.MAX_ITEMS:
             return False
         left = list(ours)
         for gold in theirs:
@@ -271,7 +252,7 @@ class _Comparison:
         if node.kind != "relation" or len(node.args) < 3 or set(node.value) != {"="}:
             return node
         first, *middle, last = node.args
-        if not all(DOTS in walk(side) or self._loosely_equal(side, last) for side in middle):
+        if not all(forms.DOTS in walk(side) or self._loosely_equal(side, last) for side in middle):
             return node
         return Node("relation", (first, last), ("=",))
 
@@ -282,30 +263,30 @@ class _Comparison:
     def _same_relation(self, ours: Node, theirs: Node) -> bool:
         """Compare two relations, or a value with ``name = value`` on either side."""
         if ours.kind == theirs.kind:
-            theirs = exactly(theirs)
-            for relation in (exactly(ours), turned(exactly(ours))):
+            theirs = forms.exactly(theirs)
+            for relation in (forms.exactly(ours), forms.turned(forms.exactly(ours))):
                 if relation.value == theirs.value == ("=",):
-                    return self._same_equation(name_first(relation).args, name_first(theirs).args)
+                    return self._same_equation(forms.name_first(relation).args, forms.name_first(theirs).args)
                 if relation.value == theirs.value and self._in_order(relation.args, theirs.args):
                     return True
                 if relation.value == theirs.value and len(theirs.value) == 1 and theirs.value[0] in _ORDER:
                     return self._same_difference(relation, theirs)
             return False
         if theirs.kind == "relation":
-            *left, value = name_first(theirs).args
-            named = all(names_something(side) or not has_names(side) for side in left)
+            *left, value = forms.name_first(theirs).args
+            named = all(forms.names_something(side) or not has_names(side) for side in left)
             return named and set(theirs.value) <= {"=", "≈"} and self.equal(ours, value)
         if any(sign not in ("=", "≈") for sign in ours.value):
             return False
-        chain = name_first(ours)
+        chain = forms.name_first(ours)
         *left, value = chain.args
-        if chain.value[-1] == "≈" and not names_something(left[-1]):
+        if chain.value[-1] == "≈" and not forms.names_something(left[-1]):
             if not self._near(left[-1], value):
                 return False
             *left, exact_value = left
             value = value if self.equal(value, theirs) else exact_value
         return self.equal(value, theirs) and all(
-            names_something(side) or DOTS in walk(side) or self._loosely_equal(side, value) for side in left
+            forms.names_something(side) or forms.DOTS in walk(side) or self._loosely_equal(side, value) for side in left
         )
 
     def _same_difference(self, ours: Node, theirs: Node) -> bool:
@@ -315,7 +296,7 @@ class _Comparison:
     def _same_equation(self, ours: Sequence[Node], theirs: Sequence[Node]) -> bool:
         heads = ours[0], theirs[0]
         if all(head.kind in ("name", "word") or (head.kind == "call" and head.value in "fghFGH") for head in heads):
-            ours, heads = with_argument_of(ours, theirs)
+            ours, heads = forms.with_argument_of(ours, theirs)
             kinds = {head.kind for head in heads}
             if heads[0] == heads[1] or (kinds == {"name", "call"} and any(head.value == "y" for head in heads)):
                 return self.equal(ours[1], theirs[1])
@@ -328,20 +309,20 @@ class _Comparison:
         return self._same_difference(*(Node("relation", both, ("=",)) for both in sides))
 
     def _near(self, one: Node, other: Node) -> bool:
-        """Whether two constants differ by at most a hundredth."""
+        """Whether two forms.constants differ by at most a hundredth."""
         values = [self._algebra.value(node) for node in (one, other)]
         return None not in values and abs(values[0] - values[1]) <= abs(values[0]) / 100
 
     # Values.
 
     def _same_value(self, ours: Node, theirs: Node) -> bool:
-        (ours, our_unit), (theirs, their_unit) = split_unit(ours), split_unit(theirs)
+        (ours, our_unit), (theirs, their_unit) = forms.split_unit(ours), forms.split_unit(theirs)
         found = [unit for unit in (our_unit, their_unit) if unit and unit.dimensions]
         if found and "percent" in (ours.kind, theirs.kind):
             return False
         if len(found) == 1 and found[0].dimensions[0][0].startswith("groups"):
             return False  # `6 pairs` are not 6
-        radians = in_radians((ours, our_unit), (theirs, their_unit))
+        radians = forms.in_radians((ours, our_unit), (theirs, their_unit))
         if len(found) == 2:
             if {our_unit, their_unit} == {units.DEGREE, units.RADIAN}:
                 return self._same_number(*radians)
@@ -384,8 +365,8 @@ class _Comparison:
                 return our_value == their_value
             return rounds_to(their_value, decimals[0]) or rounds_to(our_value, decimals[1])
         if has_names(ours) or has_names(theirs):
-            return any(self._algebra.equal(node, theirs) for node in (ours, *constants(ours, theirs)))
-        if our_value is not None or their_value is not None:  # the other has roots, functions or constants in it
+            return any(self._algebra.equal(node, theirs) for node in (ours, *forms.constants(ours, theirs)))
+        if our_value is not None or their_value is not None:  # the other has roots, functions or forms.constants in it
             rational, other = (ours, theirs) if their_value is None else (theirs, ours)
             written = plain(rational)
             if written is not None and written.places is not None and written.significant >= MIN_ROUNDED_DIGITS:

@@ -13,6 +13,14 @@ _PUNCTUATION = frozenset([".", "'", '"', "-", "(", ")", "?", "!", "`", "*"])
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
           "eleven": 11, "twelve": 12, "sixteen": 16, "binary": 2, "octal": 8, "hex": 16}  # fmt: skip
 _ARTICLES = ("a", "an", "the")
+# Texts of tokens with a space between them: a choice and what stands behind it, and a numeral of a base.
+_CHOICE = re.compile(r"\( [A-J] \)")
+_OPTION = re.compile(
+    r"(?:\( ([A-J]) \)|([A-J]) (?:[).]|:(?! [A-Za-z]$))) (?=[\w\\(\[{$|.-])(?!(?i:or|and|not|is|nor)\b)"
+)
+_BASED = re.compile(
+    r"(- )?(\( )?((?=[A-Z ]*\d)[0-9A-Z]++(?: [0-9A-Z]++)*?) (?(2)\) )(?:IN )?(?:_|BASE) [{( ]*(?:BASE )?(\w+)[ })]*"
+)
 
 
 _VERDICTS = ("yes", "no", "true", "false")
@@ -58,22 +66,18 @@ def phrase(tokens: tuple[Token, ...]) -> Node | None:
     if is_date and 1 < len(dated) < 5 and len(others) == len(dated) - 1:
         return Node("word", value=word_key(tokens))
     items: list[list[Token]] = [[]]
-    for position, token in enumerate(tokens):
-        connective = (
-            token.kind == "letters" and token.text in ("or", "and") and position > 0 and (items[-1] or len(items) > 1)
-        )
-        if token.text in (",", ";") or connective:
-            if items[-1] or not connective:
-                items.append([])
+    for token in tokens:
+        if token.text in (",", ";", "or", "and"):
+            items.append([])
         else:
             items[-1].append(token)
-    nodes = [_phrase_item(item) for item in items]
+    nodes = [_phrase_item(item) for item in items if item]
     has_word = any(len(token.text) > 1 for token in tokens if token.kind == "letters")
-    joined = "and" if any(token.text in ("and", "or") for token in tokens) else None  # in any order
-    if any(node is None for node in nodes) or not (has_word or any(node.kind == "word" for node in nodes)):
+    if None in nodes or not nodes or not (has_word or any(node.kind == "word" for node in nodes)):
         return None
     if nodes[0].value in _VERDICTS and not any(node.value in _VERDICTS for node in nodes[1:]):
         return nodes[0]  # `Yes, it converges`
+    joined = "and" if any(token.text in ("and", "or") for token in tokens) else None  # in any order
     return nodes[0] if len(nodes) == 1 else Node("list", tuple(nodes), joined)
 
 
@@ -84,86 +88,49 @@ def _may_be_in_phrase(token: Token) -> bool:
 
 
 def _phrase_item(tokens: list[Token]) -> Node | None:
+    tokens = tokens[1:-1] if tokens[0].text == "(" and tokens[-1].text == ")" else tokens
     bare = [token for token in tokens if token.kind in ("letters", "number")]
     if not bare or bare[0].kind != "letters" or bare[0].text.lower() in ("plus", "minus", "negative"):
         return None
     if len(bare) == 2 and bare[0].text.lower() in ("option", "choice", "answer") and len(bare[1].text) == 1:
         tokens = bare = bare[1:]
+    signs = {token.text for token in tokens if token.kind == "sign"}
+    if signs & set("()*!") or (signs & {"-", "'"} and not any(len(token.text) > 2 for token in bare)):
+        return None  # `f(x)`, `a-b`, `n!`
     if len(bare) == 1 and len(bare[0].text) == 1:
-        return Node("name", value=bare[0].text) if len(tokens) <= 3 and "-" not in {t.text for t in tokens} else None
-    if any(token.kind == "number" for token in bare) and not _reads_like_words(bare):
+        return Node("name", value=bare[0].text)
+    if len(bare[0].text) <= 2 and any(token.kind == "number" for token in bare):  # `x 3`, not `Room 12`
         return None
-    if any(token.text in _PUNCTUATION - {".", '"', "`", "?"} for token in tokens):  # `f(x)`, `a-b`, `n!`
-        long = [token for token in bare if len(token.text) > 2]
-        enclosed = tokens[0].text == "(" and tokens[-1].text == ")" and len(bare) == len(tokens) - 2
-        if not long or (not enclosed and any(t.text in "()*!" for t in tokens if t.kind == "sign")):
-            return None
     key = word_key(bare)
     if key in _EMPTY or key in _REALS:
         return Node("empty") if key in _EMPTY else Node("domain", value="R")
-    return Node("word", _product_of_letters(tokens), key)
-
-
-def _product_of_letters(tokens: list[Token]) -> tuple[Node, ...]:
-    """Return the product that letters in italics may also mean, such as ``xy``; empty for other words."""
     letters = "".join(token.text for token in tokens)
-    if not (letters.isascii() and letters.isalpha()):
-        return ()
-    if any(token.roman for token in tokens) or letters in COMMON_WORDS:
-        return ()
+    if not (letters.isascii() and letters.isalpha()) or letters in COMMON_WORDS or any(t.roman for t in tokens):
+        return Node("word", value=key)
     names = [Node("constant" if letter in "ei" else "name", value=letter) for letter in letters]
-    return (reduce(lambda one, other: Node("mul", (one, other)), names),)
-
-
-def _reads_like_words(bare: list[Token]) -> bool:
-    """``October 30``, ``Room 12``; not ``x 3``."""
-    return len(bare[0].text) > 2 and all(token.space or position == 0 for position, token in enumerate(bare))
+    return Node("word", (reduce(lambda one, other: Node("mul", (one, other)), names),), key)  # `xy` may be a product
 
 
 def option_of(tokens: tuple[Token, ...]) -> tuple[str, tuple[Token, ...]] | None:
     """Return the letter of a multiple choice and its text, as in ``(C) 42``, ``C. 42``, ``E: some text``; else None."""
-    texts = [token.text for token in tokens[:3]]
-    if len(texts) == 3 and texts[0] == "(" and texts[2] == ")":
-        letter, behind = tokens[1], tokens[3:]
-    elif len(texts) >= 2 and texts[1] in (")", ".", ":"):
-        letter, behind = tokens[0], tokens[2:]
-    else:
+    text = " ".join(token.text for token in tokens)
+    match = _OPTION.match(text)
+    if match is None:
         return None
-    if letter.kind != "letters" or not re.fullmatch("[A-J]", letter.text) or not behind:
-        return None
-    first = behind[0]
-    if first.kind == "sign" and first.text not in ("-", "(", "[", r"\{", "$", "{", "|"):
-        return None
-    if texts[1] == ":" and len(behind) == 1 and first.kind == "letters" and len(first.text) == 1:
-        return None  # the ratio A:B
-    if first.text.lower() in ("or", "and", "not", "is", "nor"):
-        return None
-    other = re.compile("[A-J]")
-    for before, inside, after in zip(behind, behind[1:], behind[2:]):
-        if before.text == "(" and after.text == ")" and other.fullmatch(inside.text):
-            raise Unread("several choices")
-    return letter.text, behind
+    if _CHOICE.search(text, match.end()):
+        raise Unread("several choices")
+    return match[1] or match[2], tokens[3 if match[1] else 2 :]
 
 
 def base_numeral(tokens: tuple[Token, ...]) -> Node | None:
     r"""``2102_3``, ``(2102)_{3}``, ``2102_{\text{three}}``, ``204 base 5``, with its sign; None where it is none."""
-    sign = ""
-    if tokens and tokens[0].text == "-":
-        sign, tokens = "-", tokens[1:]
-    mark = next((k for k, token in enumerate(tokens) if token.text == "_" or token.text.lower() == "base"), None)
-    if not mark:
+    if not any(token.text == "_" or token.text.lower() == "base" for token in tokens):
         return None
-    digits, index = list(tokens[:mark]), list(tokens[mark + 1 :])
-    if digits and digits[-1].text.lower() == "in":
-        digits.pop()
-    if len(digits) > 2 and digits[0].text == "(" and digits[-1].text == ")":
-        digits = digits[1:-1]
-    index = [token for token in index if token.text not in ("{", "}", "(", ")") and token.text.lower() != "base"]
-    text = "".join(token.text for token in digits).upper()
-    if len(index) != 1 or not re.fullmatch(r"[0-9][0-9A-Z]*|[A-Z]+[0-9][0-9A-Z]*", text):
+    match = _BASED.fullmatch(" ".join(token.text for token in tokens).upper())
+    if match is None:
         return None
-    name = index[0].text.lower()
-    base = int(name) if name.isdigit() and len(name) < 4 else _BASES.get(name)
-    if base is None or not 2 <= base <= 36 or any(int(digit, 36) >= base for digit in text):
+    digits, name = match[3].replace(" ", ""), match[4].lower()
+    base = int(name) if name.isdigit() and len(name) < 4 else _BASES.get(name, 0)
+    if not 2 <= base <= 36 or any(int(digit, 36) >= base for digit in digits):
         return None
-    return Node("based", value=(sign + (text.lstrip("0") or "0"), base))
+    return Node("based", value=((match[1] or "").strip() + (digits.lstrip("0") or "0"), base))

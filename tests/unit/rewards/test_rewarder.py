@@ -205,7 +205,6 @@ def test_overlong_punishment_follows_the_formula():
     score({"name": "modsum", "overlong": {"buffer": 20, "penalty": 0.5}}, groups)
     assert groups[0].rewards == rounded([1, 1, 0.975, 0.75, 0.5])
     assert [r.raw_reward for r in groups[0].rollouts] == [1.0] * 5
-    assert metrics["critic/score/mean"] == 1.0
 
 
 @pytest.mark.parametrize("mask", [True, False])
