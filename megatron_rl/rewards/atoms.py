@@ -2,7 +2,6 @@ r"""Reads the parts of an expression that do not depend on their neighbours: num
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from fractions import Fraction
 
@@ -221,25 +220,18 @@ class AtomParser(UnitCursor):
             if self._next().text == "^":
                 power = self._exponent()
             else:
-                base = self._group() if self._at("{") else self._argument()
-        if self._take("("):
-            inside = self._brackets("(")
-            args = inside.args if inside.kind == "tuple" else (inside,)
-        elif self._at("{"):
-            args = (self._group(),)
-        else:
-            args = (self._bare_argument(),)
+                base = self._argument()
+        inside = self._atom() if self._at("(", "{") else self._bare_argument()
+        args = inside.args if inside.kind == "tuple" else (inside,)
         if name == "exp":
             node = Node("pow", (Node("constant", value="e"), args[0]))
-        elif name in ("log", "ln", "lg") and base is None:
-            base = {"ln": Node("constant", value="e"), "lg": number(10)}.get(name)
+        elif name in ("log", "ln", "lg"):
+            base = base or {"ln": Node("constant", value="e"), "lg": number(10)}.get(name)
             node = Node("call", (args[0], base) if base else args, "log")
-        elif base is not None:
-            if name != "log":
-                raise Unread(f"{name} with an index")
-            node = Node("call", (args[0], base), "log")
-        else:
+        elif base is None:
             node = Node("call", args, name)
+        else:
+            raise Unread(f"{name} with an index")
         if power is not None and exact(power) == -1 and name in ("sin", "cos", "tan", "cot", "sec", "csc"):
             return Node("call", args, f"arc{name}")
         return Node("pow", (node, power)) if power is not None else node
@@ -366,24 +358,11 @@ class AtomParser(UnitCursor):
         low = high = variable = None
         for _ in range(2):
             if self._take("_"):
-                low = self._group() if self._at("{") else self._argument()
+                low = self._argument()
             elif self._take("^"):
                 high = self._exponent()
         if name == "int":
-            end, depth = self._position, 0
-            while end < len(self._tokens):
-                token = self._tokens[end]
-                depth += (token.text in "({[") - (token.text in ")}]")
-                ahead = self._tokens[end + 1].text if end + 1 < len(self._tokens) else ""
-                if depth == 0 and token.kind == "letters" and re.search(r"d.$", token.text):
-                    variable, parts = token.text[-1], [Token("letters", x) for x in token.text[:-2]]
-                    self._tokens[end : end + 1] = [*parts, Token("sign", "differential")]
-                    break
-                if depth == 0 and token.text == "d" and (ahead.isalpha() or ahead[:1] == "\\"):
-                    variable = ahead
-                    self._tokens[end : end + 2] = [Token("sign", "differential")]
-                    break
-                end += 1
+            variable = self._differential()
             body = self._sum()
             self._expect("differential")
         else:
@@ -391,13 +370,23 @@ class AtomParser(UnitCursor):
                 raise Unread("a sum without its variable")
             (bound, low), body = low.args, self._product()
             variable = bound.value
-        if variable is None:
-            raise Unread("an integral without its variable")
         nested = 1 + max((part.value for part in walk(body) if part.kind == "bound"), default=0)
         body = replaced(body, Node("name", value=variable), Node("bound", value=nested))
         if low is None or high is None:
             raise Unread("an integral without ends")
         return Node("call", (low, high, body), name)
+
+    def _differential(self) -> str:
+        """Put a sign in the place of ``dx``, the next one, and return the variable."""
+        for at in range(self._position, len(self._tokens)):
+            letters = self._tokens[at].text if self._tokens[at].kind == "letters" else ""
+            if letters[-2:-1] == "d" or (letters[-1:] == "d" and at + 1 < len(self._tokens)):
+                variable = letters[-1] if letters[-2:-1] == "d" else self._tokens[at + 1].text
+                factors = letters[:-2] if letters[-2:-1] == "d" else letters[:-1]
+                size = 1 if letters[-2:-1] == "d" else 2
+                self._tokens[at : at + size] = [*(Token("letters", x) for x in factors), Token("sign", "differential")]
+                return variable
+        raise Unread("an integral without its variable")
 
 
 def read_number(text: str) -> Number:

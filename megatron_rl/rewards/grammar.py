@@ -123,7 +123,7 @@ class Parser(AtomParser):
         bracket = self._word_at(1) == "mod" and self._take("(")
         if not self._take(r"\pmod", r"\mod", r"\bmod") and not self._take_word("mod"):
             return None
-        modulus = self._group() if self._at("{") else self._sum()
+        modulus = self._sum()
         if bracket:
             self._expect(")")
         return modulus
@@ -280,9 +280,7 @@ class Parser(AtomParser):
         if self._take("-"):
             return negative(self._exponent())
         token = self._peek()
-        if token is not None and token.kind == "number":
-            return self._number(self._next())
-        return self._group() if self._at("{") else self._argument()
+        return self._number(self._next()) if token is not None and token.kind == "number" else self._argument()
 
 
 def _is_part(whole: Node, part: Node) -> bool:

@@ -37,6 +37,7 @@ _TAIL_CHARS = 8000  # "Answer:" lines are looked for in this much of a response'
 THINKING = ("<think>", "<thinking>", "[THINK]")
 _THOUGHT = ("</think>", "</thinking>", "[/THINK]")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a character of the answer
 _MAX_BOXES = 16
 _NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w{1,9}\}?)?\s{0,9}+(?:=|\\in)\s{0,9}+"
 _BETWEEN_BOXES = re.compile(  # `\boxed{3} or x=\boxed{-5}`
@@ -116,16 +117,11 @@ def _end_of_argument(text: str, start: int) -> int:
     """Return the end of the argument that begins at ``start``; 0 if it is not closed."""
     if text[start : start + 1] != "{":
         return start + len(re.split(r"[\s$]", text[start : start + MAX_ANSWER_CHARS], maxsplit=1)[0])
-    depth, position, limit = 0, start, min(len(text), start + MAX_ANSWER_CHARS + 16)
-    while position < limit:
-        char = text[position]
-        if char == "\\":
-            position += 2  # an escaped brace is a character of the answer
-            continue
-        depth += (char == "{") - (char == "}")
-        position += 1
+    depth = 0
+    for mark in _BRACE.finditer(text, start, start + MAX_ANSWER_CHARS + 16):
+        depth += {"{": 1, "}": -1}.get(mark[0], 0)
         if depth == 0:
-            return position
+            return mark.end()
     return 0
 
 

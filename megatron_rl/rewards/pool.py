@@ -18,15 +18,14 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.errors import InputError, printable
-from megatron_rl.rewards.worker import BrokenFrames, end_descendants, longest_wait_s, read_frame, write_frame
+from megatron_rl.rewards.worker import BrokenFrames, Setup, end_descendants, read_frame, write_frame
 
-WALL_PER_CPU = 4.0  # wall seconds per allowed processor second, for tasks that sleep and busy machines
 _START_S = 300.0  # longest start of a worker, with imports over a slow file system
 _GRACE_S = 10.0  # time beyond the worker's own wall limit until its process is replaced
 _MOST_REPLY_BYTES = 1 << 20  # a number, or the end of a traceback
@@ -109,37 +108,12 @@ class _Worker:
 class WorkerPool(contextlib.AbstractContextManager):
     """Persistent worker processes. They are not forked from this process, which may have threads and GPUs.
 
-    ``algebra``: workers grade mathematics. ``functions``: names of custom reward functions to load. Limits are per
-    task: ``timeout_s`` of processor time, ``WALL_PER_CPU`` times that of wall time, ``memory_limit_mib`` beyond a
-    worker's memory at start. ``concurrency``: tasks of async functions that are under way at a time, over all workers.
-    ``wait_s``: limit of one call of a function that is async or takes lists; a call that fails is made again up to
-    ``retries`` times, after ``retry_wait_s`` and then twice as long each time. Workers start with the pool and get
-    ready while the caller continues.
+    ``concurrency``: tasks of async functions that are under way at a time, over all workers. ``setup``: of `Setup`.
+    Workers start with the pool and get ready while the caller continues.
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        *,
-        timeout_s: float,
-        memory_limit_mib: int,
-        algebra: bool = True,
-        functions: Sequence[str] = (),
-        concurrency: int = 1,
-        wait_s: float = 60.0,
-        retries: int = 0,
-        retry_wait_s: float = 1.0,
-    ) -> None:
-        self._setup = {
-            "cpu_s": timeout_s,
-            "wall_s": timeout_s * WALL_PER_CPU,
-            "memory_limit_mib": memory_limit_mib,
-            "algebra": algebra,
-            "functions": list(functions),
-            "wait_s": wait_s,
-            "retries": retries,
-            "retry_wait_s": retry_wait_s,
-        }
+    def __init__(self, num_workers: int, *, concurrency: int = 1, **setup: Any) -> None:
+        self._setup = Setup(**setup)
         self._lock = threading.Lock()  # around what other threads see: queue, thread, end
         self._queue: deque[_Item] = deque()
         self._styles: dict[str, _Style] = {}
@@ -157,7 +131,7 @@ class WorkerPool(contextlib.AbstractContextManager):
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         environment.setdefault("MALLOC_ARENA_MAX", "2")  # a thread's arena would count 64 MiB against the memory limit
         process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, json.dumps(self._setup)],
+            [sys.executable, "-c", _PROGRAM, json.dumps(asdict(self._setup))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -261,7 +235,7 @@ class WorkerPool(contextlib.AbstractContextManager):
         """Send a call to ``worker``; return False if the worker has ended."""
         waits = style.is_async or style.takes_lists
         now, number = time.monotonic(), self._next_id
-        limit = longest_wait_s(self._setup) if waits else self._setup["wall_s"]
+        limit = self._setup.longest_wait_s if waits else self._setup.wall_s
         call = _Call(items, style, now + limit + _GRACE_S)
         kind, self._next_id = items[0].task["kind"], number + 1
         try:

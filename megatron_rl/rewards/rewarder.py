@@ -174,17 +174,9 @@ class Rewarder(AbstractContextManager):
         functions = [name for name in names if ":" in name]
         self._pool: WorkerPool | None = None
         if functions or "math" in names:
-            self._pool = WorkerPool(
-                config.num_workers,
-                timeout_s=config.timeout_s,
-                memory_limit_mib=config.memory_limit_mib,
-                algebra="math" in names,
-                functions=functions,
-                concurrency=config.concurrency,
-                wait_s=config.wait_s,
-                retries=config.retries,
-                retry_wait_s=config.retry_wait_s,
-            )
+            limits = ("concurrency", "timeout_s", "memory_limit_mib", "wait_s", "retries", "retry_wait_s")
+            settings = {name: getattr(config, name) for name in limits}
+            self._pool = WorkerPool(config.num_workers, algebra="math" in names, functions=functions, **settings)
         self.has_functions = bool(functions)
         self._begun: dict[int, tuple[weakref.ref, Future[Outcome]]] = {}  # by id of the rollout
 
@@ -308,30 +300,14 @@ class Rewarder(AbstractContextManager):
 
     def _settle(self, verdicts: Sequence[float | Task | Outcome | Future[Outcome]]) -> list[Outcome]:
         """Compute remaining tasks in workers, equal tasks of mathematics once, and return all outcomes."""
-        verdicts = [Outcome(float(verdict)) if isinstance(verdict, float | int) else verdict for verdict in verdicts]
-        if all(isinstance(verdict, Outcome) for verdict in verdicts):
-            return verdicts
-        if self._pool is None:
+        keys = [_key(verdict, place) for place, verdict in enumerate(verdicts)]
+        tasks = {key: verdict for key, verdict in zip(keys, verdicts) if isinstance(verdict, dict)}
+        if tasks and self._pool is None:
             raise RuntimeError("this Rewarder is closed")
-        unique: dict[Any, int] = {}
-        tasks: list[Task] = []
-        places: dict[int, int] = {}
-        for position, verdict in enumerate(verdicts):
-            if isinstance(verdict, dict):
-                key = (verdict["candidate"], verdict["gold"]) if verdict["kind"] == "math" else position
-                if key not in unique:
-                    unique[key] = len(tasks)
-                    tasks.append(verdict)
-                places[position] = unique[key]
-        computed = self._pool.run(tasks)
-        return [
-            computed[places[position]]
-            if position in places
-            else verdict.result()
-            if isinstance(verdict, Future)
-            else verdict
-            for position, verdict in enumerate(verdicts)
-        ]
+        computed = dict(zip(tasks, self._pool.run(list(tasks.values())))) if tasks else {}
+        outcomes = [computed.get(key, verdict) for key, verdict in zip(keys, verdicts)]
+        outcomes = [outcome.result() if isinstance(outcome, Future) else outcome for outcome in outcomes]
+        return [Outcome(float(o)) if isinstance(o, float | int) else o for o in outcomes]
 
     def _shape(self, rollout: Rollout) -> None:
         rollout.reward = rollout.raw_reward
@@ -351,6 +327,11 @@ class Rewarder(AbstractContextManager):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _key(verdict: Any, place: int) -> Any:
+    is_math = isinstance(verdict, dict) and verdict["kind"] == "math"
+    return (verdict["candidate"], verdict["gold"]) if is_math else place
 
 
 def _task(name: str, prompt: Prompt, rollout: Rollout) -> Task:

@@ -44,6 +44,7 @@ from typing import Any
 from megatron_rl.errors import InputError
 from megatron_rl.process.user_functions import load_function
 
+WALL_PER_CPU = 4.0  # wall seconds per allowed processor second, for tasks that sleep and busy machines
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIMIT_S = 5.0  # for processes that keep starting others
 _VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -110,6 +111,37 @@ def reap_ended() -> None:
 
 
 @dataclass(frozen=True)
+class Setup:
+    """What a worker computes, and the limits of a task.
+
+    ``algebra``: it grades mathematics. ``functions``: names of custom reward functions to load. ``timeout_s``: of
+    processor time, and `WALL_PER_CPU` times that of wall time. ``memory_limit_mib``: beyond a worker's memory at start.
+    ``wait_s``: limit of one call of a function that is async or takes lists; a call that fails is made again up to
+    ``retries`` times, after ``retry_wait_s`` and then twice as long each time.
+    """
+
+    timeout_s: float
+    memory_limit_mib: int
+    algebra: bool = True
+    functions: Sequence[str] = ()
+    wait_s: float = 60.0
+    retries: int = 0
+    retry_wait_s: float = 1.0
+
+    @property
+    def wall_s(self) -> float:
+        return self.timeout_s * WALL_PER_CPU
+
+    @property
+    def longest_wait_s(self) -> float:
+        """The most seconds that a call takes with all its retries, where functions are async or take lists."""
+        return self.wait_s * (self.retries + 1) + sum(map(self.before_retry_s, range(self.retries)))
+
+    def before_retry_s(self, number: int) -> float:
+        return min(self.retry_wait_s * 2.0**number, _LONGEST_RETRY_S)
+
+
+@dataclass(frozen=True)
 class RewardFunction:
     """A reward function and how it is called.
 
@@ -120,6 +152,7 @@ class RewardFunction:
     call: Callable[..., Any]
     is_async: bool = False
     takes_lists: bool = False
+    keywords: tuple[tuple[str, str], ...] = ()  # its arguments and their keys in a task; without: response, answer
 
     @classmethod
     def of(cls, name: str, function: Callable[..., Any]) -> RewardFunction:
@@ -133,27 +166,29 @@ class RewardFunction:
             return cls(function, is_async)
         names = signature.parameters.keys()
         takes_lists = {"responses", "answers"} <= names or {"solution_strs", "ground_truths"} <= names
-        caller = cls(function, is_async, takes_lists)
+        own = _LIST_ARGUMENTS if takes_lists else _VERL_ARGUMENTS
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+        keywords = tuple(pair for pair in zip(own, _VERL_ARGUMENTS, strict=True) if takes_any or pair[0] in names)
+        keywords = keywords if {own[1], own[2]} <= names else ()
         try:
-            arguments, keywords = caller._arguments([dict.fromkeys(_VERL_ARGUMENTS)])
-            signature.bind(*arguments, **keywords)
+            signature.bind(*([] if keywords else (1, 2)), **dict(keywords))
         except TypeError as error:
             raise InputError(
                 f"reward {name}: takes {signature}, which fits neither f(response, answer) nor "
                 f"f({', '.join(_VERL_ARGUMENTS)}) nor, for lists, f(responses, answers) nor "
                 f"f({', '.join(_LIST_ARGUMENTS)}): {error}"
             ) from error
-        return caller
-
-    @property
-    def waits(self) -> bool:
-        """Whether its calls are limited by `reward.wait_s` and made again where they fail."""
-        return self.is_async or self.takes_lists
+        return cls(function, is_async, takes_lists, keywords)
 
     def begin(self, tasks: Sequence[Mapping[str, Any]]) -> Any:
         """Call the function for ``tasks``, one where it takes no lists. Returns what it returns."""
-        arguments, keywords = self._arguments(tasks)
-        return self.call(*arguments, **keywords)
+
+        def given(key: str) -> Any:
+            return [task[key] for task in tasks] if self.takes_lists else tasks[0][key]
+
+        if self.keywords:
+            return self.call(**{name: given(key) for name, key in self.keywords})
+        return self.call(given("solution_str"), given("ground_truth"))
 
     def scores(self, result: Any, count: int) -> list[dict[str, Any]]:
         """Return a reply for each of ``count`` tasks. Raises TypeError or ValueError for what is no score."""
@@ -165,26 +200,6 @@ class RewardFunction:
         if len(items) != count:
             raise ValueError(f"the reward function returned {len(items)} scores for {count} responses")
         return [_reply_of(item) for item in items]
-
-    def _arguments(self, tasks: Sequence[Mapping[str, Any]]) -> tuple[list[Any], dict[str, Any]]:
-        try:
-            parameters = inspect.signature(self.call).parameters
-        except ValueError:
-            parameters = {}
-        own = _LIST_ARGUMENTS if self.takes_lists else _VERL_ARGUMENTS
-        if {own[1], own[2]} <= parameters.keys():
-            takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-            pairs = [pair for pair in zip(own, _VERL_ARGUMENTS, strict=True) if takes_any or pair[0] in parameters]
-            values = {name: [task[key] for task in tasks] for name, key in pairs}
-            return [], values if self.takes_lists else {name: value[0] for name, value in values.items()}
-        columns = [[task[key] for task in tasks] for key in ("solution_str", "ground_truth")]
-        return columns if self.takes_lists else [column[0] for column in columns], {}
-
-
-def call_reward(function: Callable[..., Any], task: Mapping[str, Any]) -> float:
-    """Call ``function`` with the arguments that its signature asks for and return its result as a number."""
-    result = RewardFunction(function).begin([task])
-    return _number(_loop.run(_awaited(result)) if inspect.isawaitable(result) else result)
 
 
 async def _awaited(reward: Awaitable[Any]) -> Any:
@@ -282,15 +297,15 @@ def _read_exactly(fd: int, size: int, deadline: float) -> bytes | None:
     return bytes(data)
 
 
-def _handlers(setup: dict[str, Any]) -> dict[str, RewardFunction]:
+def _handlers(setup: Setup) -> dict[str, RewardFunction]:
     """Return the functions that this worker can compute. All imports happen here, before any child exists."""
     handlers: dict[str, RewardFunction] = {}
-    if setup["algebra"]:
+    if setup.algebra:
         from megatron_rl.rewards.algebra import NumericAlgebra
         from megatron_rl.rewards.compare import same
 
         handlers["math"] = RewardFunction(partial(same, algebra=NumericAlgebra()))
-    for name in setup["functions"]:
+    for name in setup.functions:
         handlers[name] = RewardFunction.of(name, load_function(name))
     return handlers
 
@@ -309,16 +324,6 @@ def _limit_memory(more_mib: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def longest_wait_s(setup: Mapping[str, Any]) -> float:
-    """Return the most seconds that a call takes with all its retries, where functions are async or take lists."""
-    retries = range(setup["retries"])
-    return setup["wait_s"] * (len(retries) + 1) + sum(_before_retry_s(setup, number) for number in retries)
-
-
-def _before_retry_s(setup: Mapping[str, Any], number: int) -> float:
-    return min(setup["retry_wait_s"] * 2.0**number, _LONGEST_RETRY_S)
-
-
 class _Child:
     """Computes what it reads from ``requests`` until they end. ``busy``: shows the parent the call at hand.
 
@@ -331,7 +336,7 @@ class _Child:
         replies: int,
         busy: mmap.mmap,
         functions: dict[str, RewardFunction],
-        setup: dict[str, Any],
+        setup: Setup,
     ) -> None:
         self._requests, self._replies, self._busy = requests, replies, busy
         self._functions, self._setup = functions, setup
@@ -339,7 +344,7 @@ class _Child:
 
     def serve(self) -> None:
         die_with_parent()
-        _limit_memory(self._setup["memory_limit_mib"])
+        _limit_memory(self._setup.memory_limit_mib)
         if any(function.is_async for function in self._functions.values()):
             asyncio.run(self._serve_many())
             return
@@ -384,7 +389,7 @@ class _Child:
     def _compute(self, call: dict[str, Any]) -> None:
         """Answer a call whose function may be killed."""
         function, setup = self._functions[call["kind"]], self._setup
-        limits = (0.0, setup["wait_s"]) if function.takes_lists else (setup["cpu_s"], setup["wall_s"])
+        limits = (0.0, setup.wait_s) if function.takes_lists else (setup.timeout_s, setup.wall_s)
         self._mark(call["id"])
         reply: dict[str, Any] = {"id": call["id"]}
         for number in itertools.count():
@@ -399,7 +404,7 @@ class _Child:
             except (Exception, SystemExit) as error:  # noqa: BLE001  a reward function may raise anything
                 reply["error"] = _trace(error)[-2000:]
             self._timers(0, 0)
-            if "error" not in reply or not function.takes_lists or number == setup["retries"]:
+            if "error" not in reply or not function.takes_lists or number == setup.retries:
                 break
             del reply["error"]
             time.sleep(self._pause_s(number))
@@ -414,7 +419,7 @@ class _Child:
         for number in itertools.count():
             reply: dict[str, Any] = {"id": call["id"], "retries": number}
             try:
-                async with asyncio.timeout(setup["wait_s"]) as limit:
+                async with asyncio.timeout(setup.wait_s) as limit:
                     result = await function.begin(call["tasks"])
                 reply["results"] = function.scores(result, len(call["tasks"]))
                 break
@@ -422,14 +427,14 @@ class _Child:
                 reply["failure"] = "limit"
             except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  it may raise anything
                 reply |= {"failure": "limit"} if limit.expired() else {"error": _trace(error)[-2000:]}
-            if number == setup["retries"]:
+            if number == setup.retries:
                 break
             await asyncio.sleep(self._pause_s(number))
         write_frame(self._replies, reply)
 
     def _pause_s(self, number: int) -> float:
         """Seconds before retry ``number``, shortened by chance so that calls which failed together do not return so."""
-        return _before_retry_s(self._setup, number) * random.uniform(0.5, 1.0)
+        return self._setup.before_retry_s(number) * random.uniform(0.5, 1.0)
 
 
 def _of_math(function: RewardFunction, call: dict[str, Any]) -> float:
@@ -448,7 +453,7 @@ def _wait_for(pid: int) -> int:
 
 
 def main() -> None:
-    setup = json.loads(sys.argv[1])
+    setup = Setup(**json.loads(sys.argv[1]))
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a reward function prints goes to the log, not into the frames

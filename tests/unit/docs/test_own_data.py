@@ -19,7 +19,7 @@ from megatron_rl.config.data import RewardConfig
 from megatron_rl.errors import EXIT_DONE
 from megatron_rl.process.user_functions import load_function
 from megatron_rl.rewards import Rewarder
-from megatron_rl.rewards.worker import call_reward
+from megatron_rl.rewards.worker import RewardFunction
 from megatron_rl.types import Group, Prompt
 from tests.support import debian
 from tests.support.groups import any_response
@@ -62,7 +62,7 @@ def test_the_recipe_names_the_files_beside_it(folder):
 @pytest.mark.parametrize(("response", "reward"), [("1,3#3", 1.0), ("1,3#4", 0.1), ("1,3#", 0.0), ("", 0.0)])
 def test_the_reward_scores_what_the_page_says(folder, response, reward):
     function = load_function(f"{folder / 'reward.py'}:last_digit")
-    assert call_reward(function, {"solution_str": response, "ground_truth": "3"}) == reward
+    assert RewardFunction.of("it", function).begin([{"solution_str": response, "ground_truth": "3"}]) == reward
 
 
 @pytest.fixture

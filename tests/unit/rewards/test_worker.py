@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.rewards.worker import RewardFunction, longest_wait_s
+from megatron_rl.rewards.worker import RewardFunction, Setup
 
 
 @pytest.mark.parametrize(
@@ -31,5 +31,5 @@ def test_a_list_function_with_further_arguments_is_refused():
 
 
 def test_the_longest_wait_has_all_attempts_and_pauses():
-    assert longest_wait_s({"wait_s": 10.0, "retries": 0, "retry_wait_s": 5.0}) == 10.0
-    assert longest_wait_s({"wait_s": 10.0, "retries": 4, "retry_wait_s": 5.0}) == 50.0 + 5 + 10 + 20 + 30
+    assert Setup(1.0, 64, wait_s=10.0, retries=0, retry_wait_s=5.0).longest_wait_s == 10.0
+    assert Setup(1.0, 64, wait_s=10.0, retries=4, retry_wait_s=5.0).longest_wait_s == 50.0 + 5 + 10 + 20 + 30
