@@ -225,8 +225,6 @@ class _Evaluator:
             return self._point[node.value if kind == "name" else f"bound {node.value}"]
         if kind == "constant":
             return {"pi": _MP.pi, "e": _MP.e, "i": _MP.mpc(0, 1)}[node.value] * 1
-        if kind == "dash":
-            return _MP.mpf(exact(node).numerator)
         if kind == "pow":
             return self._power(*node.args)
         if kind == "root":

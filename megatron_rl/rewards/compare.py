@@ -82,8 +82,12 @@ class _Comparison:
             return self._same_word(ours, theirs)
         if "family" in kinds:
             return self._same_family(ours, theirs)
-        if kinds & {"based", "date", "dash"}:
-            return self._same_as_written(ours, theirs)
+        if "based" in kinds and "relation" not in kinds:
+            return ours.value == theirs.value and ours.kind == theirs.kind
+        if "relation" not in kinds and (
+            forms.is_score(theirs) or (forms.is_score(ours) and not self._accept_unevaluated)
+        ):
+            return False
         if kinds & DESCRIBE_SETS and not (forms.is_equation(ours) or forms.is_equation(theirs)):
             verdict = same_set(ours, theirs, self._algebra)
             if verdict is not None:
@@ -119,17 +123,6 @@ class _Comparison:
         if not forms.commutes(word):
             return word.args[0] == other
         return self.equal(*((word.args[0], other) if word is ours else (other, word.args[0])))
-
-    def _same_as_written(self, ours: Node, theirs: Node) -> bool:
-        if ours.kind == theirs.kind == "based":
-            return ours.value == theirs.value
-        if ours.kind == theirs.kind:
-            return list(map(int, ours.value)) == list(map(int, theirs.value))
-        if "relation" in (ours.kind, theirs.kind):
-            return self._same_relation(ours, theirs)
-        if ours.kind == "dash" and self._accept_unevaluated and theirs.kind not in ("based", "date"):
-            return self._same_value(ours, theirs)
-        return False
 
     # Collections.
 

@@ -22,6 +22,15 @@ def is_equation(node: Node) -> bool:
     return node.kind == "relation" and set(node.value) <= {"=", "≈"}
 
 
+def is_score(node: Node) -> bool:
+    """Whether ``node`` is a score, a range, a difference left undone (``6-3``) or a date (``2/3/2023``)."""
+    if node.kind == "div":
+        return node.args[0].kind == "div" and (exact_or_none(node.args[1]) or 0) >= 1000
+    numbers = [exact_or_none(part) if part.kind in ("number", "neg") else None for part in node.args]
+    is_sum = node.kind == "add" and None not in numbers
+    return is_sum and all(n.denominator == 1 and (n < 0) == (k > 0) for k, n in enumerate(numbers))
+
+
 def canonical(node: Node) -> Node:
     """``node`` with its ± written out, without what only says of which set it is, and its families as such."""
     return _family(_spread_signs(_membership(_without_dots(node))))

@@ -145,9 +145,6 @@ class Parser(AtomParser):
 
     def _sum(self) -> Node:
         self._enter()
-        if dash := self._whole_numbers("-"):
-            self._depth -= 1
-            return Node("dash", value=dash)
         terms = [self._signed()]
         while self._at("+", "-", "±", "∓"):
             terms.append(self._signed())
@@ -163,21 +160,6 @@ class Parser(AtomParser):
                 return Node("quantity", (Node("add", bare),), unit)
         return Node("add", tuple(terms))
 
-    def _whole_numbers(self, sign: str) -> tuple[str, ...]:
-        """Read whole numbers joined by ``sign``: a score, a range, a date. Empty if something else follows."""
-        at, numbers = self._position, []
-        while at < len(self._tokens) and self._tokens[at].kind == "number" and self._tokens[at].text.isdigit():
-            numbers.append(self._tokens[at].text)
-            at += 1
-            if at >= len(self._tokens) or self._tokens[at].text != sign:
-                break
-            at += 1
-        ends = at >= len(self._tokens) or self._tokens[at].text in (",", ";", ")", "]", r"\}", "}", "=", "or", "and")
-        if len(numbers) < (2 if sign == "-" else 3) or self._tokens[at - 1].text == sign or not ends:
-            return ()
-        self._position = at
-        return tuple(numbers)
-
     def _signed(self) -> Node:
         sign = self._next().text if self._at("+", "-", "±", "∓") else "+"
         if sign == "+":
@@ -186,8 +168,6 @@ class Parser(AtomParser):
         return negative(node) if sign == "-" else Node("pm", (node,), 1 if sign == "±" else -1)
 
     def _product(self) -> Node:
-        if date := self._whole_numbers("/"):
-            return Node("date", value=date)
         node = self._power()
         while True:
             if self._peek() is None:

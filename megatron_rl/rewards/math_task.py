@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_rl.rewards.compare import same, spelling
-from megatron_rl.rewards.forms import commutes
+from megatron_rl.rewards.forms import commutes, is_score
 from megatron_rl.rewards.grammar import readings
 from megatron_rl.rewards.pool import WorkerPool
 from megatron_rl.rewards.tree import Algebra, NeedsWorker, Node, exact_or_none
@@ -254,7 +254,7 @@ def _kind(reference: str) -> str:
     if _is_text(trees[0]):
         return "text"
     value = exact_or_none(trees[0].args[0] if trees[0].kind in ("quantity", "percent") else trees[0])
-    return "expression" if value is None or trees[0].kind == "dash" else "number"
+    return "expression" if value is None or is_score(trees[0]) else "number"
 
 
 def _is_text(tree: Node) -> bool:

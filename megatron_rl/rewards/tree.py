@@ -30,7 +30,7 @@ class Node:
     Sets of numbers: ``domain`` (R, Z, …), ``empty``, ``union``, ``intersection``, ``difference``, ``builder``.
     Statements: ``relation`` (its signs), ``congruence`` (left side or none, right side, modulus).
     As written: ``word`` (its letters; args: the product that the same letters may be), ``based`` (digits, base),
-    ``dash`` and ``date`` (whole numbers with - or / between them), ``ratio``, ``option`` (letter; args: what stands
+    ``ratio``, ``option`` (letter; args: what stands
     behind it).
     """
 
@@ -133,9 +133,6 @@ def exact(node: Node) -> Fraction | None:
     """Return the value of ``node`` by arithmetic on fractions; None if it has none. Raises `TooLarge`."""
     if node.kind == "number":
         return _bounded(node.value.value)
-    if node.kind == "dash":
-        first, *subtrahends = map(int, node.value)
-        return _bounded(Fraction(first - sum(subtrahends)))
     operation = OPERATIONS.get(node.value if node.kind == "call" else node.kind)
     if operation is None:
         return None
@@ -280,7 +277,7 @@ def _leaves_computation(node: Node, whole: Node) -> bool:
         factors = list(_factors(node))
         scientific = len(factors) == 2 and any(f.kind == "pow" and exact(f.args[0]) == 10 for f in factors)
         return (sum(map(_rational, factors)) > 1 and not scientific) or sum(map(_has_i, factors)) > 1
-    return node.kind in ("divide", "dash") or (node.kind == "pow" and _has_i(node.args[0]))
+    return node.kind == "divide" or (node.kind == "pow" and _has_i(node.args[0]))
 
 
 def _is_mixed(whole: Fraction, part: Fraction) -> bool:
