@@ -33,11 +33,6 @@ _CLOSING = {"(": ")", "[": "]", r"\{": r"\}", "{": "}"}
 class Parser(AtomParser):
     """Reads a whole answer."""
 
-    def __init__(self, tokens: tuple[Token, ...], unit_letters: bool = True) -> None:
-        super().__init__(tokens, unit_letters)
-        self.tight_slash = False
-        self.ambiguous_slash = False  # whether `tight_slash` would make a difference
-
     # Answers, lists and logic.
 
     def answer(self) -> Node:
@@ -175,7 +170,7 @@ class Parser(AtomParser):
             if self._take("*"):
                 node = Node("mul", (node, self._factor()))
             elif self._take("/"):
-                node = Node("div", (node, self._denominator()))
+                node = Node("div", (node, self._factor()))
             elif self._take("÷"):
                 node = Node("divide", (node, self._factor()))
             elif (behind := self._behind(node)) is not None:
@@ -203,15 +198,6 @@ class Parser(AtomParser):
             return _with_part(node, part)
         self._position = start
         return None
-
-    def _denominator(self) -> Node:
-        """Read the denominator after ``/``: the 2 in ``1/2x``, or the product under `tight_slash`."""
-        node = self._factor()
-        if self._starts_factor() and not self._at("(", "[") and node.kind != "quantity":
-            self.ambiguous_slash = True
-            while self.tight_slash and self._starts_factor() and not self._at("(", "["):
-                node = Node("mul", (node, self._power()))
-        return node
 
     def _factor(self) -> Node:
         """Read a factor after an operator; the factor may have a sign."""
@@ -290,7 +276,7 @@ def _without_words(node: Node, in_expression: bool = False) -> Node:
 def readings(text: str) -> tuple[Node, ...]:
     """Return the possible trees of ``text``: none if it cannot be read completely, several if it is ambiguous.
 
-    Ambiguous are ``1,234`` (one number or two), ``2e-1``, ``1/2x``, and roman letters that are both units and names.
+    Ambiguous are ``1,234`` (one number or two), ``2e-1``, and roman letters that are both units and names.
     """
     return _cached_readings(text) if len(text) <= _CACHED_CHARS else _readings(text)
 
@@ -325,16 +311,6 @@ def _one_reading(tokens: tuple[Token, ...], unit_letters: bool) -> list[Node]:
             letter, behind_letter = option
             inner = _one_reading(behind_letter, unit_letters)
             return [Node("option", tuple(inner[:1]), letter)]
-        for rule in (base_numeral, phrase):
-            node = rule(tokens)
-            if node is not None:
-                return [node]
-        parser = Parser(tokens, unit_letters)
-        trees = [parser.answer()]
-        if parser.ambiguous_slash:
-            parser = Parser(tokens, unit_letters)
-            parser.tight_slash = True
-            trees.append(parser.answer())
-        return trees
+        return [base_numeral(tokens) or phrase(tokens) or Parser(tokens, unit_letters).answer()]
     except (Unread, RecursionError):
         return []
