@@ -13,7 +13,7 @@ from itertools import pairwise
 from megatron_rl.rewards import units
 from megatron_rl.rewards.atoms import RELATIONS, AtomParser
 from megatron_rl.rewards.forms import split_unit
-from megatron_rl.rewards.latex import Token, Unread, join_thousands, may_be_euler, tokenize, words
+from megatron_rl.rewards.latex import Token, Unread, join_thousands, readings_of_e, tokenize, words
 from megatron_rl.rewards.phrases import base_numeral, option_of, phrase, word_key
 from megatron_rl.rewards.tree import Node, depth, exact_or_none, negative, number, walk
 
@@ -283,9 +283,9 @@ def readings(text: str) -> tuple[Node, ...]:
 
 def _readings(text: str) -> tuple[Node, ...]:
     trees: list[Node] = []
-    for euler in (False, True) if may_be_euler(text) else (False,):
+    for spelling in readings_of_e(text):
         try:
-            tokens = tokenize(text, euler)
+            tokens = tokenize(spelling)
         except Unread:
             continue
         for at_top in (True, False):

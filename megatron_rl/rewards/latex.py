@@ -48,15 +48,6 @@ class Token:
     space: bool = False  # whether white space stands before it
 
 
-_GREEK = dict(
-    zip(
-        "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ",
-        words(
-            "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi "
-            "chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
-        ),
-    )
-)
 _SIGNS = {
     "−": "-", "‐": "-", "‑": "-", "‒": "-", "–": "-", "—": "-", "―": "-", "﹣": "-", "－": "-", "⁻": "-",
     "×": "*", "⋅": "*", "·": "*", "∙": "*", "•": "*", "∗": "*", "÷": "÷", "∕": "/", "⁄": "/", "∶": ":", "：": ":",
@@ -111,8 +102,10 @@ def plain_signs(text: str) -> str:
 def _plain_char(char: str) -> str:
     if char in _SIGNS:
         return _SIGNS[char]
-    if char in _GREEK:
-        return rf"\{_GREEK[char]} "
+    name = unicodedata.name(char, "").split()
+    if name[:1] == ["GREEK"] and len(name) == 4:  # `GREEK SMALL LETTER LAMDA`
+        letter = name[3].capitalize() if name[1] == "CAPITAL" else name[3].lower()
+        return rf"\{letter.replace('amda', 'ambda')} "
     if unicodedata.category(char) in ("Cf", "Cc", "Mn"):  # zero-width spaces, joiners, marks of direction
         return "" if unicodedata.category(char) != "Mn" else char
     spelled = unicodedata.normalize("NFKC", char)
@@ -161,18 +154,18 @@ _TOKEN = re.compile(
     r"|\\(?P<command>[A-Za-z]+)\*?"
     r"|\\(?P<escaped>[{}|$%#&_])"
     r"|(?P<period>\d*\.\d*\(\d+\))(?![\w^])"
-    r"|(?P<dotted>\d*\.\d+)\s*(?:\.\.\.|\\[lc]?dots(?![A-Za-z]))"
+    r"|(?P<dotted>\d*\.\d+)\s*\\[lc]?dots(?![A-Za-z])"
     r"|(?P<repeating>(?:\d+(?:,\d{3})*)?\.\d*)\s*(?:\\(?:overline|bar)\s*(?:\{\s*(?P<bar>\d+)\s*\}|(?P<bar1>\d))"
     r"|\\dot\s*\{?\s*(?P<dot1>\d)\s*\}?(?:(?P<between>\d*)\\dot\s*\{?\s*(?P<dot2>\d)\s*\}?)?(?!\d))"
     r"|(?P<power>(?:\d+(?:\.\d*)?|\.\d+)[eE][+-]?\d+(?![\w.^]))"
     r"|(?P<number>\d+(?:\.\d+)?|\.\d+)"
     r"|(?P<letters>[^\W\d_]+)"
-    r"|(?P<sign><=|>=|!=|==|\*\*|\.\.\.|.)",
+    r"|(?P<sign><=|>=|!=|==|\*\*|.)",
     re.DOTALL,
 )
 _PERIOD = re.compile(r"(\d)\1+$|(\d{2,12}?)\2{2,}$|^(\d{2,12}?)\3+$")  # of `0.1666...`
 _TAKES_ARGUMENT = {"^", "_", r"\frac", r"\sqrt", r"\binom"}
-_EULER = re.compile(r"(?<![\d.])\d+e[+-]\d(?!\d)")
+_EULER = re.compile(r"(?<![\d.])(\d+)e([+-]\d)(?!\d)")
 
 # Numbers in words: ``twenty-five``, ``one hundred and five``, ``two thirds``.
 _ONES = words(
@@ -206,12 +199,15 @@ def _in_digits(match: re.Match[str]) -> str:
 
 
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][A-Za-z.]")  # not a command
-_WITHOUT_WORDS = 8  # patterns that also change texts without words
+_WITHOUT_WORDS = 11  # patterns that also change texts without words
 _TEXT = r"\s*(?:\\text\s*\{)?\s*"
 _REWRITTEN = (
     (re.compile(r"\^\s*(\{\s*)?((?:[°']|\\(?:circ|degree|prime)(?![A-Za-z])\s*)+)(?(1)\})"), r"\2"),
     (re.compile(r"\\(l|r)(?:eft|ight)\s*(?:\||\\[lr]?vert(?![A-Za-z]))"), r"\\\1vert "),
-    (re.compile(r"\\(?:left|right)\s*\.|\\not\s*(?:(=)|(\\in(?![A-Za-z])))"), lambda m: _negated(m[1], m[2])),
+    (re.compile(r"\\(?:left|right)\s*\."), ""),
+    (re.compile(r"\\not\s*(=|\\in(?![A-Za-z]))"), lambda match: r"\ne " if match[1] == "=" else r"\notin "),
+    (re.compile(r"(?<=[\d)}])!="), "! ="),  # `5!=120`
+    (re.compile(r"\.\.\."), r"\\ldots "),
     (
         re.compile(
             r"\\(?:[hv]space|[hv]?phantom|label|(?:text)?color|colorbox)\*?\s*(?:\[[^\[\]]*\])?\s*\{[^{}]*\}"
@@ -248,22 +244,18 @@ _ABOUT = ("≈", "=", "about", "approximately", "roughly", "exactly", "approx", 
           r"\rightarrow", r"\Rightarrow", r"\to", r"\sim")  # fmt: skip
 
 
-def _negated(equals: str | None, member: str | None) -> str:
-    return r"\ne " if equals else r"\notin " if member else ""
-
-
-def may_be_euler(text: str) -> bool:
-    """Whether ``text`` holds something like ``2e-1``, which may be a fifth or 2e − 1."""
-    return _EULER.search(text) is not None
+def readings_of_e(text: str) -> tuple[str, ...]:
+    """``text``, and with ``2e-1`` as 2e − 1 if it holds something like it."""
+    return tuple(dict.fromkeys((text, _EULER.sub(r"\1 e \2", text))))
 
 
 @lru_cache(maxsize=8)  # `spelling` and `readings` begin with the same tokens
-def tokenize(text: str, euler: bool = False) -> tuple[Token, ...]:
-    """Return the tokens of ``text`` without its layout. ``euler``: read ``2e-1`` as 2·e − 1. Raises `Unread`."""
+def tokenize(text: str) -> tuple[Token, ...]:
+    """Return the tokens of ``text`` without its layout. Raises `Unread`."""
     text = plain_signs(text)
     for pattern, spelling in _REWRITTEN if _WORD.search(text) else _REWRITTEN[:_WITHOUT_WORDS]:
         text = pattern.sub(spelling, text)
-    tokens = _Lexer(text, euler).tokens()
+    tokens = _Lexer(text).tokens()
     while tokens:
         last = tokens[-1]
         if last.text in (".", ",", ";", ":") or (last.text == "!" and last.space):
@@ -276,9 +268,8 @@ def tokenize(text: str, euler: bool = False) -> tuple[Token, ...]:
 
 
 class _Lexer:
-    def __init__(self, text: str, euler: bool) -> None:
-        self._text, self._euler = text, euler
-        self._position = 0
+    def __init__(self, text: str) -> None:
+        self._text, self._position = text, 0
         self._space = False
         self._roman = False
         self._groups: list[tuple[bool, bool]] = []  # of each open brace: roman type before it, and whether it is kept
@@ -319,27 +310,12 @@ class _Lexer:
             block = next(filter(None, period.groups())) if period else ""
             start = places[: len(places) - len(period[0])] if period else places
             self._emit("number", f"{whole}.{start}({block})" if period else match["dotted"])
-        elif kind == "power":
-            if self._euler and _EULER.fullmatch(text):
-                self._position = match.start() + text.index("e")
-                text = text[: text.index("e")]
-            self._emit("number", text)
-        elif kind in ("number", "letters"):
-            self._emit(kind, text)
+        elif kind in ("number", "power", "letters"):
+            self._emit("letters" if kind == "letters" else "number", text)
         elif text == "{":
             self._open(self._roman, keep=True)
         elif text == "}":
             self._close()
-        elif text == "...":
-            self._emit("command", r"\ldots")
-        elif (
-            text == "!="
-            and not self._space
-            and self._out
-            and (self._out[-1].kind == "number" or self._out[-1].text in ")}")
-        ):
-            self._emit("sign", "!")  # `5!=120`
-            self._emit("sign", "=")
         else:
             self._emit("sign", {"**": "^", "==": "="}.get(text, text))
 

@@ -100,9 +100,7 @@ def merge(failures: Iterable[Failure]) -> list[Failure]:
     by_key: dict[tuple[str, str, str], Failure] = {}
     for failure in failures:
         first = by_key.get(failure.key)
-        count = failure.count + (first.count if first else 0)
-        example = first or failure
-        by_key[failure.key] = Failure(example.kind, count, example.prompt, example.response, example.detail)
+        by_key[failure.key] = replace(first, count=first.count + failure.count) if first else failure
     return list(by_key.values())
 
 
