@@ -40,12 +40,7 @@ def _membership(node: Node) -> Node:
     r"""``x \in S`` says S, and so does ``\{x \mid x \in S\}``; ``P(3,4)`` says the point."""
     if node.kind == "relation" and node.value == ("∈",) and names_something(node.args[0]):
         return node.args[1]
-    if (
-        node.kind == "mul"
-        and node.args[0].kind == "name"
-        and node.args[0].value.isupper()
-        and node.args[1].kind == "tuple"
-    ):
+    if node.kind == "mul" and node.args[1].kind == "tuple" and str(node.args[0].value).isupper():
         return node.args[1]
     return node
 
@@ -243,18 +238,11 @@ def constants(ours: Node, theirs: Node) -> Iterator[Node]:
     """Yield ``ours`` with its free constants named as those of ``theirs``: ``x^2+K`` as ``x^2+C``."""
     names, their_names = ({part for part in walk(node) if part.kind == "name"} for node in (ours, theirs))
     own, gold = sorted(names - their_names, key=str), sorted(their_names - names, key=str)
-    if (
-        not names & their_names
-        or not 0 < len(own) == len(gold) <= 2
-        or not all(re.fullmatch(r"[Cc](_\d)?", name.value) for name in gold)
-    ):
-        return
-    if all(re.fullmatch(r"[A-DKck](_\d)?", name.value) for name in own):
+    may_be_renamed = all(re.fullmatch(r"[A-DKck](_\d)?", name.value) for name in own)
+    are_constants = all(re.fullmatch(r"[Cc](_\d)?", name.value) for name in gold)
+    if names & their_names and 0 < len(own) == len(gold) <= 2 and are_constants and may_be_renamed:
         for order in permutations(gold):
-            node = ours
-            for old, new in zip(own, order):
-                node = replaced(node, old, new)
-            yield node
+            yield reduce(lambda node, pair: replaced(node, *pair), zip(own, order), ours)
 
 
 def split_unit(node: Node) -> tuple[Node, units.Unit | None]:

@@ -153,12 +153,7 @@ _TOKEN = re.compile(
     r"|(?P<row>\\\\(?:\s*\[\s*-?[\d.]+\s*(?:pt|ex|em|mm|cm|in)\s*\])?)"
     r"|\\(?P<command>[A-Za-z]+)\*?"
     r"|\\(?P<escaped>[{}|$%#&_])"
-    r"|(?P<period>\d*\.\d*\(\d+\))(?![\w^])"
-    r"|(?P<dotted>\d*\.\d+)\s*\\[lc]?dots(?![A-Za-z])"
-    r"|(?P<repeating>(?:\d+(?:,\d{3})*)?\.\d*)\s*(?:\\(?:overline|bar)\s*(?:\{\s*(?P<bar>\d+)\s*\}|(?P<bar1>\d))"
-    r"|\\dot\s*\{?\s*(?P<dot1>\d)\s*\}?(?:(?P<between>\d*)\\dot\s*\{?\s*(?P<dot2>\d)\s*\}?)?(?!\d))"
-    r"|(?P<power>(?:\d+(?:\.\d*)?|\.\d+)[eE][+-]?\d+(?![\w.^]))"
-    r"|(?P<number>\d+(?:\.\d+)?|\.\d+)"
+    r"|(?P<number>\d*\.\d*\(\d+\)(?![\w^])|(?:\d+(?:\.\d*)?|\.\d+)[eE][+-]?\d+(?![\w.^])|\d+(?:\.\d+)?|\.\d+)"
     r"|(?P<letters>[^\W\d_]+)"
     r"|(?P<sign><=|>=|!=|==|\*\*|.)",
     re.DOTALL,
@@ -198,8 +193,17 @@ def _in_digits(match: re.Match[str]) -> str:
     return f"{total + value}{part}"
 
 
+def _periodic(match: re.Match[str]) -> str:
+    """``0.1666\\ldots`` as ``0.1(6)``."""
+    whole, _, places = match[1].partition(".")
+    period = _PERIOD.search(places[-60:])
+    if period is None:
+        return match[1]
+    return f"{whole}.{places[: len(places) - len(period[0])]}({next(filter(None, period.groups()))})"
+
+
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][A-Za-z.]")  # not a command
-_WITHOUT_WORDS = 11  # patterns that also change texts without words
+_WITHOUT_WORDS = 13  # patterns that also change texts without words
 _TEXT = r"\s*(?:\\text\s*\{)?\s*"
 _REWRITTEN = (
     (re.compile(r"\^\s*(\{\s*)?((?:[°']|\\(?:circ|degree|prime)(?![A-Za-z])\s*)+)(?(1)\})"), r"\2"),
@@ -208,6 +212,14 @@ _REWRITTEN = (
     (re.compile(r"\\not\s*(=|\\in(?![A-Za-z]))"), lambda match: r"\ne " if match[1] == "=" else r"\notin "),
     (re.compile(r"(?<=[\d)}])!="), "! ="),  # `5!=120`
     (re.compile(r"\.\.\."), r"\\ldots "),
+    (re.compile(r"(\d*\.\d+)\s*\\[lc]?dots(?![A-Za-z])"), _periodic),
+    (
+        re.compile(
+            r"((?:\d+(?:,\d{3})*)?\.\d*)\s*(?:\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))"
+            r"|\\dot\s*\{?\s*(\d)\s*\}?(?:(\d*)\\dot\s*\{?\s*(\d)\s*\}?)?(?!\d))"
+        ),
+        lambda match: f"{match[1].replace(',', '')}({''.join(filter(None, match.groups()[1:]))})",
+    ),
     (
         re.compile(
             r"\\(?:[hv]space|[hv]?phantom|label|(?:text)?color|colorbox)\*?\s*(?:\[[^\[\]]*\])?\s*\{[^{}]*\}"
@@ -299,19 +311,8 @@ class _Lexer:
             self._command(match["command"])
         elif kind == "escaped":
             self._emit("sign", {"{": r"\{", "}": r"\}", "|": r"\|"}.get(text[1], "," if text[1] == "&" else text[1]))
-        elif match["repeating"]:
-            block = "".join(match[part] or "" for part in ("bar", "bar1", "dot1", "between", "dot2"))
-            self._emit("number", f"{match['repeating'].replace(',', '')}({block})")
-        elif kind == "period":
-            self._emit("number", text)
-        elif match["dotted"]:
-            whole, _, places = match["dotted"].partition(".")
-            period = _PERIOD.search(places[-60:])
-            block = next(filter(None, period.groups())) if period else ""
-            start = places[: len(places) - len(period[0])] if period else places
-            self._emit("number", f"{whole}.{start}({block})" if period else match["dotted"])
-        elif kind in ("number", "power", "letters"):
-            self._emit("letters" if kind == "letters" else "number", text)
+        elif kind in ("number", "letters"):
+            self._emit(kind, text)
         elif text == "{":
             self._open(self._roman, keep=True)
         elif text == "}":

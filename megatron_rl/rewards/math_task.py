@@ -20,6 +20,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from megatron_rl.rewards.compare import same, spelling
@@ -68,7 +69,6 @@ DEFAULT_TIMEOUT_S, DEFAULT_MEMORY_MIB = 5.0, 1024
 MathTask = dict[str, Any]
 _EXACT = Algebra()
 _lock = threading.Lock()
-_pool: tuple[int, WorkerPool] | None = None  # (process that owns it, the pool)
 KINDS = ("number", "expression", "text", "spelling", "invalid")
 
 
@@ -198,15 +198,12 @@ def math_verdict(response: str, gold: str, accept_unevaluated: bool = False) -> 
         return {"kind": "math", "candidate": answer, "gold": reference, "accept_unevaluated": accept_unevaluated}
 
 
-def _shared_pool() -> WorkerPool:
-    """Return this process's pool of one worker, started when first needed; a forked child gets its own."""
-    global _pool
-    with _lock:
-        if _pool is None or _pool[0] != os.getpid():
-            pool = WorkerPool(1, timeout_s=DEFAULT_TIMEOUT_S, memory_limit_mib=DEFAULT_MEMORY_MIB)
-            _pool = (os.getpid(), pool)
-            atexit.register(pool.close)
-        return _pool[1]
+@lru_cache(maxsize=1)
+def _shared_pool(pid: int) -> WorkerPool:
+    """Return the pool of one worker of the process ``pid``, started when first needed; a forked child gets its own."""
+    pool = WorkerPool(1, timeout_s=DEFAULT_TIMEOUT_S, memory_limit_mib=DEFAULT_MEMORY_MIB)
+    atexit.register(pool.close)
+    return pool
 
 
 def math_reward(response: str, gold_answer: str, *, accept_unevaluated: bool = False) -> float:
@@ -222,7 +219,9 @@ def math_reward(response: str, gold_answer: str, *, accept_unevaluated: bool = F
         verdict = math_verdict(*texts, accept_unevaluated)
         if isinstance(verdict, float):
             return verdict
-        return _shared_pool().run([verdict])[0].value
+        with _lock:
+            pool = _shared_pool(os.getpid())
+        return pool.run([verdict])[0].value
     except Exception as error:  # noqa: BLE001  no text ends a program, nor does a worker that cannot start
         logger.warning("math_reward: not judged, scoring 0: %s: %s", type(error).__name__, error)
         return 0.0

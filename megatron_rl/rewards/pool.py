@@ -332,13 +332,11 @@ def _outcomes(message: Mapping[str, Any], count: int) -> list[Outcome]:
 
 def _outcome(result: Any) -> Outcome:
     """Return the outcome of a task from a worker's answer; a crash if it is not valid."""
-    if not isinstance(result, dict):
-        return Outcome(failure="crash")
-    value, detail = result.get("value", 0.0), result.get("error", "")
-    failure = result.get("failure") or ("error" if "error" in result else "")
-    if type(value) not in (int, float) or not math.isfinite(value) or not isinstance(detail, str):
-        return Outcome(failure="crash")
-    if failure not in ("", "limit", "crash", "error"):
+    answer = result if isinstance(result, dict) else {"failure": "no answer"}
+    value, detail = answer.get("value", 0.0), answer.get("error", "")
+    failure = answer.get("failure") or ("error" if "error" in answer else "")
+    is_number = type(value) in (int, float) and math.isfinite(value)
+    if not is_number or not isinstance(detail, str) or failure not in ("", "limit", "crash", "error"):
         return Outcome(failure="crash")
     return Outcome(float(value), failure, printable(detail))
 

@@ -191,30 +191,27 @@ class RewardFunction:
         return self.call(given("solution_str"), given("ground_truth"))
 
     def scores(self, result: Any, count: int) -> list[dict[str, Any]]:
-        """Return a reply for each of ``count`` tasks. Raises TypeError or ValueError for what is no score."""
+        """Return a reply for each of ``count`` tasks. Raises TypeError or ValueError for what is no list of them."""
         if not self.takes_lists:
-            return [_reply(_number(result))]
+            return [_reply(result)]
         if isinstance(result, Mapping | str | bytes) or not isinstance(result, Iterable):
             raise TypeError(f"the reward function returned {type(result).__name__}; expected a list of {count} scores")
         items = list(result)
         if len(items) != count:
             raise ValueError(f"the reward function returned {len(items)} scores for {count} responses")
-        return [_reply_of(item) for item in items]
+        return [_reply(item) for item in items]
 
 
 async def _awaited(reward: Awaitable[Any]) -> Any:
     return await reward
 
 
-def _reply(value: float) -> dict[str, Any]:
-    return {"value": value} if math.isfinite(value) else {"error": f"the reward was {value}"}
-
-
-def _reply_of(item: Any) -> dict[str, Any]:
+def _reply(item: Any) -> dict[str, Any]:
     try:
-        return _reply(_number(item))
+        value = _number(item)
     except (TypeError, ValueError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
+    return {"value": value} if math.isfinite(value) else {"error": f"the reward was {value}"}
 
 
 def _number(result: Any) -> float:
