@@ -192,11 +192,8 @@ class AtomParser(UnitCursor):
         r"""The marks of ``\mathbb{Z}^+``, ``\mathbb{R}_{>0}``."""
         marks = []
         while self._at("^", "_"):
-            mark = self._next().text
-            if self._at("+", "-", "*"):
-                marks.append(mark + self._next().text)
-            else:
-                marks.append(mark + self._spelled_argument())
+            sign = self._next().text
+            marks.append(sign + (self._next().text if self._at("+", "-", "*") else self._spelled_argument()))
         return marks
 
     def _argument(self) -> Node:

@@ -27,6 +27,7 @@ from megatron_rl.rewards.tree import (
     negative,
     number,
     plain,
+    replaced,
     rounds_to,
     walk,
 )
@@ -204,7 +205,16 @@ class _Comparison:
                 own = {part.value for part in walk(value) if part.kind == "name"} & set("kmnlj")
                 parameter = own.pop() if len(own) == 1 and value.kind not in _NO_SCALARS else ""
             sides += [value, parameter]
-        return all(sides) and self._algebra.same_family(*sides)
+        if not all(sides):
+            return False
+        value, parameter, their_value, theirs = sides
+        name = Node("name", value=theirs)
+        shifts = [number(shift) for shift in range(-2, 3)]
+        return any(
+            self._algebra.equal(replaced(value, Node("name", value=parameter), Node("add", (k, shift))), their_value)
+            for k in (name, negative(name))
+            for shift in shifts
+        )
 
     def _same_congruence(self, ours: Node, theirs: Node) -> bool:
         if ours.kind != theirs.kind or not self.equal(ours.args[-1], theirs.args[-1]):

@@ -349,11 +349,7 @@ def _scores(rollouts: Sequence[tuple[Prompt, Rollout]], outcomes: Sequence[Outco
         "reward/masked_frac": sum(rollout.masked for _, rollout in rollouts) / count,
         "reward/unscored_frac": sum(rollout.unscored for _, rollout in rollouts) / count,
         "reward/retries": float(sum(outcome.retries for outcome in outcomes)),
-        "reward/timeouts": float(found.count("limit")),
-        "reward/worker_failures": float(found.count("crash")),
-        "reward/errors": float(found.count("error")),
-        "reward/unjudged": float(found.count("unjudged")),
-    }
+    } | {name: float(found.count(kind)) for name, kind in _COUNTED.items()}
     failures = [
         Failure(outcome.failure, 1, prompt.id, rollout.text, outcome.detail)
         for (prompt, rollout), outcome in zip(rollouts, outcomes)
@@ -367,8 +363,9 @@ def _opened_thinking(prompt: Prompt) -> str:
     return next((mark for mark in THINKING if prompt.text.rstrip().endswith(mark)), "")
 
 
-_FAILURES = ("reward/timeouts", "reward/worker_failures", "reward/errors")
-_COUNTS = (*_FAILURES, "reward/retries", "reward/unjudged")
+_COUNTED = {"reward/timeouts": "limit", "reward/worker_failures": "crash", "reward/errors": "error",
+            "reward/unjudged": "unjudged"}  # fmt: skip
+_COUNTS = (*_COUNTED, "reward/retries")
 _SHARES = ("reward/masked_frac", "reward/unscored_frac")
 
 
@@ -382,7 +379,7 @@ class Scores:
 
     @property
     def num_failed(self) -> int:
-        return int(sum(self.metrics[name] for name in _FAILURES))
+        return int(sum(self.metrics[name] for name, kind in _COUNTED.items() if kind != "unjudged"))
 
 
 def merged_scores(shares: list[Scores]) -> Scores:

@@ -99,10 +99,6 @@ class Algebra:
         """Return whether two relations, written as differences, have the same solutions."""
         raise NeedsWorker
 
-    def same_family(self, one: Node, parameter: str, other: Node, its_parameter: str) -> bool:
-        """Return whether two expressions have the same values for all whole numbers as their parameters."""
-        raise NeedsWorker
-
     def value(self, node: Node) -> Fraction | None:
         """Return the value of a real constant, to 1e-80 if it is irrational; None for anything else."""
         value = exact(node)

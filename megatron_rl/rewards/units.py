@@ -228,11 +228,9 @@ class UnitCursor(Cursor):
         if word in ("%", "percent", "percents"):
             self._position += 1
             return Node("percent", (node,))
-        if word in MULTIPLIERS:
+        if word in MULTIPLIERS and node.kind == "number":
             self._position += 1
-            if node.kind == "number":
-                return number(node.value.value * MULTIPLIERS[word])
-            return Node("mul", (node, number(MULTIPLIERS[word])))
+            return number(node.value.value * MULTIPLIERS[word])
         if node.kind in ("quantity", "name", "word", "tuple", "set", "matrix"):
             return None
         unit = self._unit()
