@@ -8,7 +8,7 @@ from fractions import Fraction
 from megatron_rl.rewards import units
 from megatron_rl.rewards.latex import COMMON_WORDS, FUNCTIONS, Token, Unread, words
 from megatron_rl.rewards.tree import Node, Number, exact, number, replaced, walk
-from megatron_rl.rewards.units import UnitCursor
+from megatron_rl.rewards.units import MAX_DEPTH, UnitCursor
 
 MAX_DIGITS = 2000
 
@@ -41,17 +41,19 @@ _ALONE = ("matrix", "union", "list", "add", "mul", "div")  # what square bracket
 class AtomParser(UnitCursor):
     """Reads numbers, names, commands and brackets. The subclass reads the content of brackets."""
 
-    def __init__(self, tokens: tuple[Token, ...], unit_letters: bool = True) -> None:
-        super().__init__(tokens, unit_letters)
-        self._in_bars = False
-        self._in_builder = False
-
     def _atom(self) -> Node:
-        token = self._next()
+        token, context = self._next(), self._context
         if token.kind == "number":
             return self._mixed(token)
-        if token.kind == "letters":
-            return self._letters(token)
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise Unread("brackets are nested too deep")
+        node = self._letters(token) if token.kind == "letters" else self._nested(token)
+        self._depth -= 1
+        self._context = context
+        return node
+
+    def _nested(self, token: Token) -> Node:
         if token.text in units.CURRENCIES:
             return self._money(units.CURRENCIES[token.text])
         if token.kind == "command":
@@ -59,7 +61,6 @@ class AtomParser(UnitCursor):
         if token.text in ("(", "[", "]", r"\{"):
             return self._brackets(token.text)
         if token.text == "{":
-            self._position -= 1
             return self._group()
         if token.text == "|":
             return self._bars("|")
@@ -147,13 +148,6 @@ class AtomParser(UnitCursor):
             parts.append(token.text)
 
     def _command(self, name: str) -> Node:
-        self._enter()
-        try:
-            return self._command_inside(name)
-        finally:
-            self._depth -= 1
-
-    def _command_inside(self, name: str) -> Node:
         if name == "frac":
             return Node("div", (self._argument(), self._argument()))
         if name == "sqrt":
@@ -235,11 +229,9 @@ class AtomParser(UnitCursor):
 
     def _bare_argument(self) -> Node:
         """The product without signs that follows a function: ``2x`` of ``\\sin 2x\\cos x``."""
-        self._enter()
         node = self._power()
         while self._starts_factor() and not self._at("(", "[") and not self._at_function():
             node = Node("mul", (node, self._power()))
-        self._depth -= 1
         return node
 
     def _at_function(self) -> bool:
@@ -249,22 +241,10 @@ class AtomParser(UnitCursor):
 
     # Brackets.
 
-    def _inside(self, builder: bool = False, bars: bool = False) -> tuple[bool, bool]:
-        saved = self._in_builder, self._in_bars
-        self._in_builder, self._in_bars = builder, bars
-        self._enter()
-        return saved
-
-    def _outside(self, saved: tuple[bool, bool]) -> None:
-        self._in_builder, self._in_bars = saved
-        self._depth -= 1
-
     def _group(self) -> Node:
-        saved = self._inside()
-        self._expect("{")
+        self._context = ""
         node = self._items_over()
         self._expect("}")
-        self._outside(saved)
         return node
 
     def _items_over(self) -> Node:
@@ -275,31 +255,26 @@ class AtomParser(UnitCursor):
         return Node("call", (node, self._items()), "binom") if self._take(r"\choose") else node
 
     def _bars(self, closing: str) -> Node:
-        saved = self._inside(bars=closing == "|")
+        self._context = "bars" if closing == "|" else ""
         inside = self._sum()
         self._expect(closing)
-        self._outside(saved)
         return Node("call", (inside,), {r"\rfloor": "floor", r"\rceil": "ceil"}.get(closing, "abs"))
 
     def _brackets(self, opening: str) -> Node:
         r"""The bracket that was opened: a group, tuple, interval, set or set builder."""
         is_set = opening == r"\{"
-        outer, self._french = self._french, opening == "]"
-        saved = self._inside(builder=is_set)
+        self._context = "set" if is_set else "french" if opening == "]" else ""
         items = []
         if not self._at(r"\}"):
             items.append(self._item())
         if is_set and items and self._take("|", ":", "∣"):
-            self._in_builder = False
+            self._context = ""
             condition = self._items()
             self._expect(r"\}")
-            self._outside(saved)
             return Node("builder", (items[0], condition))
         while self._take(",", ";"):
             items.append(self._item())
         closing = self._next().text
-        self._outside(saved)
-        self._french = outer
         if is_set and closing == r"\}":
             return Node("set", tuple(items)) if items else Node("empty")
         brackets = {"]": "(", r"\langle": "("}.get(opening, opening) + {"[": ")", r"\rangle": ")"}.get(closing, closing)
@@ -320,14 +295,13 @@ class AtomParser(UnitCursor):
         if name == "array" and self._at("{"):
             self._spelled_argument()
         self._join_rows()
-        saved = self._inside()
+        self._context = ""
         rows: list[list[Node]] = [[]]
         while not self._take(r"\end"):
             if self._take(r"\\"):
                 rows.append([])
             elif not self._take("&", ",", ";", ".") and not self._take_word(*_IF):
                 rows[-1].append(self._items() if name == "cases" and rows[-1] else self._item())
-        self._outside(saved)
         rows = [row for row in rows if row]
         if self._spelled_argument() != name or not rows:
             raise Unread("an environment is not closed")

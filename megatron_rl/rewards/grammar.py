@@ -54,7 +54,6 @@ class Parser(AtomParser):
 
     def _items(self) -> Node:
         """Read items separated by commas, "and" or "or"; return a single item as it is."""
-        self._enter()
         items, separators, formal = [self._item()], set(), False
         while True:
             formal |= self._at("or", "and")
@@ -63,7 +62,6 @@ class Parser(AtomParser):
                 break
             separators.add(separator)
             items.append(self._item())
-        self._depth -= 1
         if len(items) == 1:
             return items[0]
         if all(item.kind == "relation" and set(item.value) <= {"<", ">", "<=", ">=", "!="} for item in items):
@@ -126,7 +124,7 @@ class Parser(AtomParser):
     def _side(self) -> Node:
         """Read sets joined by ∪, ∩ and ∖; a ratio; or a sum."""
         node = self._sum()
-        if self._at(":", *_HALF_DAYS) and not self._in_builder:
+        if self._at(":", *_HALF_DAYS) and self._context != "set":
             parts = [node]
             while self._take(":"):
                 parts.append(self._sum())
@@ -139,11 +137,9 @@ class Parser(AtomParser):
     # Sums, products and powers.
 
     def _sum(self) -> Node:
-        self._enter()
         terms = [self._signed()]
         while self._at("+", "-", "±", "∓"):
             terms.append(self._signed())
-        self._depth -= 1
         if len(terms) == 1:
             return terms[0]
         if terms[0].kind == "domain" and all(t.kind == "neg" and t.args[0].kind == "set" for t in terms[1:]):
@@ -215,8 +211,8 @@ class Parser(AtomParser):
             return False
         return (
             token.text in ("(", "{")
-            or (token.text == "[" and not self._french)
-            or (token.text == "|" and not self._in_bars and not self._in_builder)
+            or (token.text == "[" and self._context != "french")
+            or (token.text == "|" and self._context not in ("bars", "set"))
         )
 
     def _power(self) -> Node:

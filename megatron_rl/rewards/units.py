@@ -172,7 +172,7 @@ class Cursor:
         self._position = 0
         self._depth = 0
         self._unit_letters = unit_letters
-        self._french = False  # whether the bracket at hand is that of `]0,1[`
+        self._context = ""  # the bracket at hand, where a sign means something else there: "set", "bars", "french"
 
     def _peek(self, ahead: int = 0) -> Token | None:
         at = self._position + ahead
@@ -197,11 +197,6 @@ class Cursor:
             raise Unread("the answer ends early")
         self._position += 1
         return token
-
-    def _enter(self) -> None:
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise Unread("brackets are nested too deep")
 
     def _word_at(self, ahead: int = 0) -> str:
         token = self._peek(ahead)
