@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
+from itertools import chain
 
 import mpmath
 
@@ -149,17 +150,15 @@ def _agree(one: Node, other: Node, log_base: Value) -> bool:
     has_steps = any(part.kind == "call" and part.value in _STEPS for part in parts)
     whole = has_steps and any(name[0] in "ijklmnN" for name in names)
     seen = 0
-    kinds = [_whole_points(names, halves=True)] if has_steps else []
-    for points in (*([] if whole else [_points(names)]), *kinds, _whole_points(names), _drawn_points(names)):
-        if seen >= _MIN_POINTS and points not in kinds:
+    needed = [] if whole else list(_points(names))
+    needed += list(_whole_points(names, halves=True)) if has_steps else []
+    for k, point in enumerate(chain(needed, _whole_points(names), _drawn_points(names))):
+        if (k == len(needed) and seen >= _MIN_POINTS) or seen > len(_SCALES) + len(_WHOLE):
             break
-        for point in points:
-            values = _values_at(one, other, point, log_base, complex_too=has_i)
-            if values is not None and not _close(*values):
-                return False
-            seen += values is not None
-            if seen > len(_SCALES) + len(_WHOLE):
-                break
+        values = _values_at(one, other, point, log_base, complex_too=has_i)
+        if values is not None and not _close(*values):
+            return False
+        seen += values is not None
     return seen >= _MIN_POINTS
 
 

@@ -25,14 +25,10 @@ _BASED = re.compile(
 
 _VERDICTS = ("yes", "no", "true", "false")
 _MONTHS = words("january february march april may june july august september october november december")
-_EMPTY = frozenset(
-    words(
-        "nosolution nosolutions nosolutionexists nosolutionsexist norealsolution norealsolutions nosuchvalue "
-        "nosuchvalues norealnumber norealnumbers none emptyset nullset nullsolution noneexist noneexists inconsistent"
-    )
+_EMPTY = re.compile(
+    r"no(?:such|real)?(?:solution|value|number)s?(?:exists?)?|none(?:exists?)?|emptyset|null(?:set|solution)|inconsistent"
 )
-_REALS = frozenset(words("allrealnumbers allreals allrealvalues realnumbers everyrealnumber anyrealnumber"
-                         " setofrealnumbers allreal setofallrealnumbers allrealx anyrealx everyrealx"))  # fmt: skip
+_REALS = re.compile(r"(?:setof)?(?:(?:all|every|any)reals?(?:numbers?|values?|x)?|realnumbers)")
 _SAME_WORDS = {"else": "otherwise", "elsewhere": "otherwise", "dne": "doesnotexist",
                "limitdoesnotexist": "doesnotexist", "correct": "true", "incorrect": "false",
                "infinitelymanysolutions": "infinitelymany", "infinitenumberofsolutions": "infinitelymany"}  # fmt: skip
@@ -102,8 +98,10 @@ def _phrase_item(tokens: list[Token]) -> Node | None:
     if len(bare[0].text) <= 2 and any(token.kind == "number" for token in bare):  # `x 3`, not `Room 12`
         return None
     key = word_key(bare)
-    if key in _EMPTY or key in _REALS:
-        return Node("empty") if key in _EMPTY else Node("domain", value="R")
+    if _EMPTY.fullmatch(key):
+        return Node("empty")
+    if _REALS.fullmatch(key):
+        return Node("domain", value="R")
     letters = "".join(token.text for token in tokens)
     if not (letters.isascii() and letters.isalpha()) or letters in COMMON_WORDS or any(t.roman for t in tokens):
         return Node("word", value=key)
