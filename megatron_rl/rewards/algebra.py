@@ -150,10 +150,11 @@ def _agree(one: Node, other: Node, log_base: Value) -> bool:
     has_steps = any(part.kind == "call" and part.value in _STEPS for part in parts)
     whole = has_steps and any(name[0] in "ijklmnN" for name in names)
     seen = 0
-    needed = [] if whole else list(_points(names))
-    needed += list(_whole_points(names, halves=True)) if has_steps else []
-    for k, point in enumerate(chain(needed, _whole_points(names), _drawn_points(names))):
-        if (k == len(needed) and seen >= _MIN_POINTS) or seen > len(_SCALES) + len(_WHOLE):
+    needed = len(_SCALES) * (not whole) + len(_WHOLE) * has_steps
+    points = [] if whole else [_points(names)]
+    points += [_whole_points(names, halves=True)] if has_steps else []
+    for k, point in enumerate(chain(*points, _whole_points(names), _drawn_points(names))):
+        if (k == needed and seen >= _MIN_POINTS) or seen > len(_SCALES) + len(_WHOLE):
             break
         values = _values_at(one, other, point, log_base, complex_too=has_i)
         if values is not None and not _close(*values):

@@ -84,9 +84,9 @@ class AtomParser(UnitCursor):
         if not token.text.isdigit():
             return node
         top, start = self._peek(), self._position
-        if top is not None and top.text == r"\frac":
+        if top.text == r"\frac":
             part = self._atom()
-        elif top is not None and top.kind == "number" and top.space and self._text_at(1) == "/":
+        elif top.kind == "number" and top.space and self._text_at(1) == "/":
             self._position += 2
             part = Node("div", (self._number(top), self._atom()))
         else:
@@ -193,11 +193,11 @@ class AtomParser(UnitCursor):
     def _argument(self) -> Node:
         r"""An argument as TeX takes it: a group, one digit, one letter or one command."""
         token = self._peek()
-        if token is not None and len(token.text) > 1 and (token.kind == "letters" or token.text.isdigit()):
+        if len(token.text) > 1 and (token.kind == "letters" or token.text.isdigit()):
             pieces = [replace(token, text=token.text[0]), replace(token, text=token.text[1:])]
             self._tokens[self._position : self._position + 1] = pieces
             token = pieces[0]
-        if token is None or token.kind not in ("number", "letters"):
+        if token.kind not in ("number", "letters"):
             return self._atom()
         self._position += 1
         if token.kind == "number":
@@ -236,8 +236,7 @@ class AtomParser(UnitCursor):
 
     def _at_function(self) -> bool:
         token = self._peek()
-        name = token.text.removeprefix("\\") if token else ""
-        return name in FUNCTIONS or (token is not None and token.kind == "letters" and token.roman)
+        return token.text.removeprefix("\\") in FUNCTIONS or (token.kind == "letters" and token.roman)
 
     # Brackets.
 

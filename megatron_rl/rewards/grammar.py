@@ -37,7 +37,7 @@ class Parser(AtomParser):
 
     def answer(self) -> Node:
         node = self._items_over()
-        if self._peek() is not None:
+        if self._peek() is not units.END:
             raise Unread(f"{self._next().text} was not read")
         return _without_words(node) if any(part.kind == "word" for part in walk(node)) else node
 
@@ -47,7 +47,7 @@ class Parser(AtomParser):
         if self._text_at(1) not in (r"\\", r"\end") and self._take(",", ";"):
             comma = ","
         token = self._peek()
-        if token and token.text in ("or", "and") and (token.kind != "letters" or token.roman or token.space or comma):
+        if token.text in ("or", "and") and (token.kind != "letters" or token.roman or token.space or comma):
             self._position += 1
             return token.text
         return comma
@@ -161,8 +161,6 @@ class Parser(AtomParser):
     def _product(self) -> Node:
         node = self._power()
         while True:
-            if self._peek() is None:
-                return node
             if self._take("*"):
                 node = Node("mul", (node, self._factor()))
             elif self._take("/"):
@@ -181,12 +179,12 @@ class Parser(AtomParser):
     def _number_is_factor(self, node: Node) -> bool:
         """Whether a number multiplies what stands before it: ``3!7!``, ``2^3 5^2``."""
         token, last = self._peek(), node.args[1] if node.kind == "mul" else node
-        return token is not None and token.kind == "number" and (last.kind == "pow" or last.value == "factorial")
+        return token.kind == "number" and (last.kind == "pow" or last.value == "factorial")
 
     def _with_smaller_unit(self, node: Node) -> Node | None:
         """``5 ft`` with the inches behind it; None if there are none."""
-        start, token = self._position, self._peek()
-        if token is None or token.kind != "number":
+        start = self._position
+        if self._peek().kind != "number":
             return None
         part = self._power()
         part = part if part.kind == "quantity" else self._behind(part)
@@ -201,7 +199,7 @@ class Parser(AtomParser):
 
     def _starts_factor(self) -> bool:
         token = self._peek()
-        if token is None or token.kind == "number":
+        if token.kind in ("number", "end"):
             return False
         if token.kind == "letters":
             return token.text not in ("or", "and", "mod") or not (token.roman or token.space)
@@ -232,8 +230,7 @@ class Parser(AtomParser):
         return node
 
     def _temperature(self) -> units.Unit | None:
-        token = self._peek()
-        name = {"C": "celsius", "F": "fahrenheit"}.get(token.text if token and token.roman else "")
+        name = {"C": "celsius", "F": "fahrenheit"}.get(self._text_at() if self._peek().roman else "")
         self._position += name is not None
         return units.unit_of(name, True) if name else None
 
@@ -241,8 +238,7 @@ class Parser(AtomParser):
         """Read an exponent: a group, or plain text such as ``2^10``, ``x^-1``, ``2^(n+1)``."""
         if self._take("-"):
             return negative(self._exponent())
-        token = self._peek()
-        return self._number(self._next()) if token is not None and token.kind == "number" else self._argument()
+        return self._number(self._next()) if self._peek().kind == "number" else self._argument()
 
 
 def _is_part(whole: Node, part: Node) -> bool:

@@ -162,6 +162,7 @@ def unit_of(word: str, roman: bool) -> Unit | None:
 
 
 MAX_DEPTH = 40  # of brackets and arguments
+END = Token("end", "")  # what stands behind the last token
 
 
 class Cursor:
@@ -174,13 +175,13 @@ class Cursor:
         self._unit_letters = unit_letters
         self._context = ""  # the bracket at hand, where a sign means something else there: "set", "bars", "french"
 
-    def _peek(self, ahead: int = 0) -> Token | None:
+    def _peek(self, ahead: int = 0) -> Token:
         at = self._position + ahead
-        return self._tokens[at] if at < len(self._tokens) else None
+        return self._tokens[at] if at < len(self._tokens) else END
 
     def _at(self, *texts: str) -> bool:
         token = self._peek()
-        return token is not None and token.kind != "letters" and token.text in texts
+        return token.kind != "letters" and token.text in texts
 
     def _take(self, *texts: str) -> bool:
         count = self._at(*texts)
@@ -193,18 +194,17 @@ class Cursor:
 
     def _next(self) -> Token:
         token = self._peek()
-        if token is None:
+        if token is END:
             raise Unread("the answer ends early")
         self._position += 1
         return token
 
     def _word_at(self, ahead: int = 0) -> str:
         token = self._peek(ahead)
-        return token.text.lower() if token is not None and token.kind == "letters" else ""
+        return token.text.lower() if token.kind == "letters" else ""
 
     def _text_at(self, ahead: int = 0) -> str:
-        token = self._peek(ahead)
-        return token.text if token is not None else ""
+        return self._peek(ahead).text
 
     def _words_from(self, start: int) -> list[Token]:
         """The run of letter tokens that begins at ``start``."""
@@ -279,13 +279,11 @@ class UnitCursor(Cursor):
     def _unit_word(self, ahead: int) -> tuple[Unit | None, int]:
         """The unit at a token, and how many tokens spell it: ``\\mu\\text{m}`` takes two."""
         token, follows = self._peek(ahead), self._peek(ahead + 1)
-        if token is None:
-            return None, 0
         if token.text in CURRENCIES:
             return CURRENCIES[token.text], 1
         if token.text == r"\Omega":
             return unit_of("Ω", True), 1
-        if follows is not None and (token.text == r"\mu" or follows.text == r"\Omega"):
+        if token.text == r"\mu" or follows.text == r"\Omega":
             return unit_of((token.text + follows.text).replace(r"\mu", "μ").replace(r"\Omega", "Ω"), True), 2
         if token.kind != "letters" or (len(token.text) == 1 and not (token.roman and self._unit_letters)):
             return None, 0
