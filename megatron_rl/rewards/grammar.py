@@ -14,7 +14,7 @@ from megatron_rl.rewards import units
 from megatron_rl.rewards.atoms import RELATIONS, AtomParser
 from megatron_rl.rewards.forms import split_unit
 from megatron_rl.rewards.latex import Token, Unread, join_thousands, readings_of_e, tokenize, words
-from megatron_rl.rewards.phrases import base_numeral, option_of, phrase, word_key
+from megatron_rl.rewards.phrases import base_numeral, option_of, phrase
 from megatron_rl.rewards.tree import Node, depth, exact_or_none, negative, number, walk
 
 MAX_TREE_DEPTH = 100  # depth of a tree; a product of n factors has depth n
@@ -77,8 +77,7 @@ class Parser(AtomParser):
 
     def _item(self) -> Node:
         """Read a relation, congruence, ratio or value."""
-        name = self._phrase_before_equals()
-        sides, signs = [name or self._as_written() or self._side()], []
+        sides, signs = [self._as_written() or self._side()], []
         while self._at(*RELATIONS):
             signs.append(self._next().text)
             sides.append(self._as_written() or self._side())
@@ -86,16 +85,6 @@ class Parser(AtomParser):
         if modulus is not None:
             return Node("congruence", (*sides, modulus))
         return Node("relation", tuple(sides), tuple(signs)) if signs else sides[0]
-
-    def _phrase_before_equals(self) -> Node | None:
-        """``Area =``: words in front of an equals sign name what is given."""
-        words = self._words_from(self._position)
-        if self._text_at(len(words)) not in ("=", "≈") or not any(word.roman or len(word.text) > 4 for word in words):
-            return None
-        if not any(len(word.text) > 1 for word in words):
-            return None
-        self._position += len(words)
-        return Node("word", value=word_key(words))
 
     def _as_written(self) -> Node | None:
         """Read an item that is a numeral of a base, or words; None for others."""
@@ -107,8 +96,9 @@ class Parser(AtomParser):
                 break
             end += 1
         tokens = tuple(self._tokens[self._position : end])
-        in_group = end < len(self._tokens) and self._tokens[end].text == "}"  # `\frac{GM}{r^2}`
-        node = base_numeral(tokens) or (phrase(tokens) if self._position and not in_group else None)
+        behind = self._text_at(end - self._position)
+        may_be_words = behind in ("=", "≈") or (self._position and behind != "}")  # `Area = 5`, not `\frac{GM}{r^2}`
+        node = base_numeral(tokens) or (phrase(tokens) if may_be_words else None)
         self._position = end if node else self._position
         return node
 

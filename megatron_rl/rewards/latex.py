@@ -158,6 +158,7 @@ _TOKEN = re.compile(
     r"|(?P<sign><=|>=|!=|==|\*\*|.)",
     re.DOTALL,
 )
+_ONE_IN_BRACES = re.compile(r"([\^_]) \{ (\S++) \}")  # `x^{4}` is `x^4`
 _PERIOD = re.compile(r"(\d)\1+$|(\d{2,12}?)\2{2,}$|^(\d{2,12}?)\3+$")  # of `0.1666...`
 _TAKES_ARGUMENT = {"^", "_", r"\frac", r"\sqrt", r"\binom"}
 _EULER = re.compile(r"(?<![\d.])(\d+)e([+-]\d)(?!\d)")
@@ -387,8 +388,4 @@ def join_thousands(tokens: tuple[Token, ...], at_top: bool) -> tuple[Token, ...]
 
 def spelled(tokens: tuple[Token, ...]) -> str:
     """Return the tokens as text: equal for answers that differ only in appearance."""
-    texts = [token.text for token in tokens]
-    for at in range(len(texts) - 4, -1, -1):  # `x^{4}` is `x^4`
-        if texts[at] in ("^", "_") and texts[at + 1] == "{" and texts[at + 3] == "}":
-            texts[at + 1 : at + 4] = [texts[at + 2]]
-    return " ".join(texts)
+    return _ONE_IN_BRACES.sub(r"\1 \2", " ".join(token.text for token in tokens))

@@ -9,7 +9,7 @@ from megatron_rl.rewards.latex import COMMON_WORDS, FUNCTIONS, Token, Unread, wo
 from megatron_rl.rewards.tree import Node
 
 _MATHEMATICS = FUNCTIONS | {"pi", "infinity", "inf", "oo", "sqrt", "mod"}
-_PUNCTUATION = frozenset([".", "'", '"', "-", "(", ")", "?", "!", "`", "*"])
+_PUNCTUATION = frozenset([".", "'", '"', "-", "(", ")", "?", "!", "`", "*", ",", ";"])
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
           "eleven": 11, "twelve": 12, "sixteen": 16, "binary": 2, "octal": 8, "hex": 16}  # fmt: skip
 _ARTICLES = ("a", "an", "the")
@@ -54,7 +54,8 @@ def word_key(tokens: list[Token] | tuple[Token, ...]) -> str:
 
 def phrase(tokens: tuple[Token, ...]) -> Node | None:
     """Return words, or a list of words and letters; None if the tokens are mathematics."""
-    if not tokens or not all(_may_be_in_phrase(token) for token in tokens):
+    known = (t.text in _MATHEMATICS if t.kind == "letters" else t.text not in _PUNCTUATION for t in tokens)
+    if not tokens or any(is_known and not t.text.isdigit() for t, is_known in zip(tokens, known)):
         return None
     dated = [token.text.lower() for token in tokens if token.kind != "sign"]
     others = [word for word in dated if word not in _MONTHS]
@@ -75,12 +76,6 @@ def phrase(tokens: tuple[Token, ...]) -> Node | None:
         return nodes[0]  # `Yes, it converges`
     joined = "and" if any(token.text in ("and", "or") for token in tokens) else None  # in any order
     return nodes[0] if len(nodes) == 1 else Node("list", tuple(nodes), joined)
-
-
-def _may_be_in_phrase(token: Token) -> bool:
-    if token.kind == "letters":
-        return token.text not in _MATHEMATICS
-    return (token.kind == "number" and token.text.isdigit()) or token.text in _PUNCTUATION or token.text in (",", ";")
 
 
 def _phrase_item(tokens: list[Token]) -> Node | None:

@@ -46,12 +46,12 @@ _METRIC = (
     ("H", "henry", 1000, "g m2 s-2 A-2"), ("eV", "", 1, "eV"), ("bar", "", 100000000, "g m-1 s-2"),
     ("pc", "parsec", 1, "pc"), ("cal", "calorie", "4184", "g m2 s-2"), ("B", "byte", 8, "bit"),
 )  # fmt: skip
-# sign or words, factor, base units with powers
+# sign or words, factor, base units with powers; a pound of money is one of weight, for "pounds" are either
 _OTHER = (
     ("degree degrees deg degs", 3600, "arcsec"), ("arcmin arcminute arcminutes", 60, "arcsec"),
     ("arcsec arcseconds", 1, "arcsec"), ("rad radian radians", 1, "radian"),
     ("cent cents ¢", 1, "cent"), ("dollar dollars usd buck bucks", 100, "cent"), ("euro euros eur", 1, "euro"),
-    ("gbp quid", 1, "sterling"), ("pence penny", "1/100", "sterling"), ("yen jpy", 1, "yen"),
+    ("gbp quid", "453.59237", "g"), ("pence penny", "4.5359237", "g"), ("yen jpy", 1, "yen"),
     ("yuan rmb cny", 1, "yuan"), ("rupee rupees", 1, "rupee"),
     ("in inch inches", "0.0254", "m"), ("ft foot feet", "0.3048", "m"), ("yd yard yards", "0.9144", "m"),
     ("mi mile miles", "1609.344", "m"), ("min mins minute minutes", 60, "s"), ("sec secs", 1, "s"),
