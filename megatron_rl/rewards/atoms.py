@@ -171,7 +171,10 @@ class AtomParser(UnitCursor):
         if name in FUNCTIONS:
             return self._function(_ALIASES.get(name, name))
         if name in _ACCENTS:
-            return Node("name", value=f"{name} {self._spelled_argument()}")
+            letters = self._spelled_argument()
+            if name in ("hat", "vec") and letters in ("i", "j", "k"):  # a unit vector in any type
+                return Node("constant" if letters == "i" else "name", value=letters)
+            return Node("name", value=f"{name} {letters}")
         if name == "begin":
             return self._environment()
         if name in ("sum", "prod", "int"):

@@ -224,7 +224,6 @@ def as_vector(node: Node, other: Node) -> Node:
         while factors[-1].kind == "mul":
             factors[-1:] = factors[-1].args
         base = factors.pop().value
-        base = base.split()[-1] if isinstance(base, str) else base
         if base not in cells or cells[base] is not None:
             return node
         value = reduce(lambda one, two: Node("mul", (one, two)), factors) if factors else number(1)

@@ -239,6 +239,7 @@ _REWRITTEN = (
         ),
         lambda match: "㏂" if match[2] else "㏘",
     ),
+    (re.compile(r"(?<![\\A-Za-z])a (?=(?:half|third|quarter|dozen|hundred|thousand)\b)"), "one "),
     (_IN_WORDS, _in_digits),
     (re.compile(r"(?<![\\A-Za-z])(?:negative|minus)(?=[\s}]*[\d\\(])", re.IGNORECASE), "-"),
     (re.compile(rf"(?<=\d){_TEXT}(?:in|out of)\s*\}}?\s*(?=\d)"), "/"),  # `1 in 6`
