@@ -37,7 +37,7 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -321,31 +321,27 @@ def _limit_memory(more_mib: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+@dataclass(eq=False)
 class _Child:
     """Computes what it reads from ``requests`` until they end. ``busy``: shows the parent the call at hand.
 
     A function that is no ``async def`` has the process to itself. The calls of the others run in one event loop.
     """
 
-    def __init__(
-        self,
-        requests: int,
-        replies: int,
-        busy: mmap.mmap,
-        functions: dict[str, RewardFunction],
-        setup: Setup,
-    ) -> None:
-        self._requests, self._replies, self._busy = requests, replies, busy
-        self._functions, self._setup = functions, setup
-        self._calls: set[asyncio.Task] = set()
+    requests: int
+    replies: int
+    busy: mmap.mmap
+    functions: dict[str, RewardFunction]
+    setup: Setup
+    calls: set[asyncio.Task] = field(default_factory=set)
 
     def serve(self) -> None:
         die_with_parent()
-        _limit_memory(self._setup.memory_limit_mib)
-        if any(function.is_async for function in self._functions.values()):
+        _limit_memory(self.setup.memory_limit_mib)
+        if any(function.is_async for function in self.functions.values()):
             asyncio.run(self._serve_many())
             return
-        while (call := read_frame(self._requests)) is not None:
+        while (call := read_frame(self.requests)) is not None:
             self._compute(call)
 
     async def _serve_many(self) -> None:
@@ -354,30 +350,30 @@ class _Child:
 
         def arrived() -> None:
             try:
-                call = read_frame(self._requests)
+                call = read_frame(self.requests)
                 if call is None:
-                    loop.remove_reader(self._requests)
+                    loop.remove_reader(self.requests)
                     ended.set_result(None)
-                elif self._functions[call["kind"]].is_async:
+                elif self.functions[call["kind"]].is_async:
                     self._mark(_MANY)
                     task = loop.create_task(self._await(call))
-                    self._calls.add(task)
+                    self.calls.add(task)
                     task.add_done_callback(self._done)
                 else:
                     self._compute(call)
             except BaseException as error:  # noqa: BLE001  else the event loop logs it and goes on
                 ended.set_exception(error)
 
-        loop.add_reader(self._requests, arrived)
+        loop.add_reader(self.requests, arrived)
         await ended
 
     def _done(self, task: asyncio.Task) -> None:
-        self._calls.discard(task)
-        if not self._calls:
+        self.calls.discard(task)
+        if not self.calls:
             self._mark(0)
 
     def _mark(self, number: int) -> None:
-        self._busy[:8] = struct.pack("<q", number)
+        self.busy[:8] = struct.pack("<q", number)
 
     def _timers(self, cpu_s: float, wall_s: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
@@ -385,7 +381,7 @@ class _Child:
 
     def _compute(self, call: dict[str, Any]) -> None:
         """Answer a call whose function may be killed."""
-        function, setup = self._functions[call["kind"]], self._setup
+        function, setup = self.functions[call["kind"]], self.setup
         limits = (0.0, setup.wait_s) if function.takes_lists else (setup.timeout_s, setup.wall_s)
         self._mark(call["id"])
         reply: dict[str, Any] = {"id": call["id"]}
@@ -405,14 +401,14 @@ class _Child:
                 break
             del reply["error"]
             time.sleep(self._pause_s(number))
-        write_frame(self._replies, reply | {"retries": number})
+        write_frame(self.replies, reply | {"retries": number})
         self._mark(0)
         if "failure" in reply:
             os._exit(_OVER_MEMORY)
 
     async def _await(self, call: dict[str, Any]) -> None:
         """Answer a call of an async function. Each attempt has `reward.wait_s`."""
-        function, setup = self._functions[call["kind"]], self._setup
+        function, setup = self.functions[call["kind"]], self.setup
         for number in itertools.count():
             reply: dict[str, Any] = {"id": call["id"], "retries": number}
             try:
@@ -427,11 +423,11 @@ class _Child:
             if number == setup.retries:
                 break
             await asyncio.sleep(self._pause_s(number))
-        write_frame(self._replies, reply)
+        write_frame(self.replies, reply)
 
     def _pause_s(self, number: int) -> float:
         """Seconds before retry ``number``, shortened by chance so that calls which failed together do not return so."""
-        return self._setup.before_retry_s(number) * random.uniform(0.5, 1.0)
+        return self.setup.before_retry_s(number) * random.uniform(0.5, 1.0)
 
 
 def _of_math(function: RewardFunction, call: dict[str, Any]) -> float:
