@@ -49,7 +49,7 @@ class NumericAlgebra(Algebra):
     def same_solutions(self, one: Node, other: Node, inequality: bool = False) -> bool:
         """Return whether two relations, written as differences, have the same solutions.
 
-        Either their ratio is constant, and positive for an ``inequality``; or each is zero where the other is.
+        Either their ratio is constant, and positive for an ``inequality``; or they give the same value of some name.
         """
         names = _names(one)
         if names != _names(other) or not names:
@@ -61,7 +61,12 @@ class NumericAlgebra(Algebra):
                 ratios.append(values[0] / values[1])
         if len(ratios) > _MIN_POINTS and all(abs(r) > _ZERO and _close(r, ratios[0]) for r in ratios):
             return not inequality or ratios[0] > 0
-        return not inequality and _vanishes_on(one, other, names) and _vanishes_on(other, one, names)
+        for name in [] if inequality else names:
+            values = [[_solution(node, point, name) for node in (one, other)] for point in _points(names)]
+            known = [pair for pair in values if None not in pair]
+            if len(known) > _MIN_POINTS:
+                return all(_close(*pair) for pair in known)
+        return False
 
     def value(self, node: Node) -> Fraction | None:
         exact_value = exact(node)
@@ -119,25 +124,14 @@ def _drawn_points(names: list[str]) -> Iterator[dict[str, Value]]:
         yield point
 
 
-def _vanishes_on(one: Node, other: Node, names: list[str]) -> bool:
-    """Return whether ``other`` is zero wherever ``one``, which is linear in some name, is zero."""
-    for name in names:
-        seen = 0
-        for point in _points(names):
-            values = [_values_at(one, one, point | {name: _MP.mpf(k)}, _MP.e) for k in (1, 2, 3)]
-            if None in values:
-                continue
-            first, second, third = (value for value, _ in values)
-            slope = second - first
-            if abs(slope) < _ZERO or not _close(third - second, slope):
-                break
-            there = _values_at(other, other, point | {name: 1 - first / slope}, _MP.e)
-            if there is None or abs(there[0]) > _AGREE:
-                return False
-            seen += 1
-        if seen > _MIN_POINTS:
-            return True
-    return False
+def _solution(node: Node, point: Mapping[str, Value], name: str) -> Value | None:
+    """Return the value of ``name`` where ``node``, which is linear in it, is zero; None if it is not linear."""
+    values = [_values_at(node, node, {**point, name: _MP.mpf(k)}, _MP.e) for k in (1, 2, 3)]
+    if None in values:
+        return None
+    first, second, third = (value for value, _ in values)
+    slope = second - first
+    return None if abs(slope) < _ZERO or not _close(third - second, slope) else 1 - first / slope
 
 
 def _agree(one: Node, other: Node, log_base: Value) -> bool:

@@ -153,8 +153,6 @@ class _Comparison:
         return ours.kind == theirs.kind and ours.value == theirs.value and self._in_order(ours.args, theirs.args)
 
     def _same_ratio(self, ours: Node, theirs: Node) -> bool:
-        if "relation" in (ours.kind, theirs.kind):
-            return self._same_relation(ours, theirs)
         if ours.kind != theirs.kind:
             ratio, other = (ours, theirs) if ours.kind == "ratio" else (theirs, ours)
             if len(ratio.args) > 2 or ratio.value or forms.is_time(ratio) or other.kind in _NO_SCALARS:
@@ -312,7 +310,7 @@ class _Comparison:
         return self._same_difference(*(Node("relation", both, ("=",)) for both in sides))
 
     def _near(self, one: Node, other: Node) -> bool:
-        """Whether two forms.constants differ by at most a hundredth."""
+        """Whether two constants differ by at most a hundredth."""
         values = [self._algebra.value(node) for node in (one, other)]
         return None not in values and abs(values[0] - values[1]) <= abs(values[0]) / 100
 
@@ -369,7 +367,7 @@ class _Comparison:
             return rounds_to(their_value, decimals[0]) or rounds_to(our_value, decimals[1])
         if has_names(ours) or has_names(theirs):
             return any(self._algebra.equal(node, theirs) for node in (ours, *forms.constants(ours, theirs)))
-        if our_value is not None or their_value is not None:  # the other has roots, functions or forms.constants in it
+        if our_value is not None or their_value is not None:  # the other has roots, functions or constants in it
             rational, other = (ours, theirs) if their_value is None else (theirs, ours)
             written = plain(rational)
             if written is not None and written.places is not None and written.significant >= MIN_ROUNDED_DIGITS:
