@@ -83,12 +83,9 @@ class _Comparison:
             return self._same_word(ours, theirs)
         if "family" in kinds:
             return self._same_family(ours, theirs)
-        if "based" in kinds and "relation" not in kinds:
-            return ours.value == theirs.value and ours.kind == theirs.kind
-        if "relation" not in kinds and (
-            forms.is_score(theirs) or (forms.is_score(ours) and not self._accept_unevaluated)
-        ):
-            return False
+        as_written = forms.is_score(theirs) or (forms.is_score(ours) and not self._accept_unevaluated)
+        if (as_written or "based" in kinds) and "relation" not in kinds:
+            return kinds == {"based"} and ours.value == theirs.value
         if kinds & DESCRIBE_SETS and not (forms.is_equation(ours) or forms.is_equation(theirs)):
             verdict = same_set(ours, theirs, self._algebra)
             if verdict is not None:

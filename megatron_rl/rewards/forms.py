@@ -139,15 +139,11 @@ def as_matrix(node: Node) -> Node:
         matrix, scalar = node.args[at], node.args[1 - at]
         if scalar.kind == "matrix" or (node.kind == "div" and at == 1):
             return node
-        cells = (Node("div", (c, scalar)) if node.kind == "div" else _scaled(scalar, c) for c in matrix.args)
-        return Node("matrix", tuple(cells), matrix.value)
+        cells = [Node(node.kind, (cell, scalar)) for cell in matrix.args]
+        values = [exact_or_none(cell) for cell in cells]
+        done = (cell if value is None else number(value) for cell, value in zip(cells, values))
+        return Node("matrix", tuple(done), matrix.value)
     return node
-
-
-def _scaled(scalar: Node, cell: Node) -> Node:
-    product = Node("mul", (scalar, cell))
-    value = exact_or_none(product)
-    return product if value is None else number(value)
 
 
 def with_argument_of(ours: Sequence[Node], theirs: Sequence[Node]) -> tuple[Sequence[Node], tuple[Node, Node]]:

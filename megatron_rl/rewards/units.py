@@ -149,11 +149,6 @@ def is_substance(words: list[str]) -> bool:
     )
 
 
-def may_stand_bare(word: str) -> bool:
-    """Whether ``word`` is a unit in plain text even right behind a digit: ``15cm``. ``2mg`` may be a product."""
-    return len(word) > 3 or word in _BARE_SIGNS
-
-
 def unit_of(word: str, roman: bool) -> Unit | None:
     """Return the unit ``word``. A sign of one letter counts only in roman type: ``5m`` is a product."""
     if word in _SIGN_UNITS and (roman or len(word) > 1):
@@ -287,7 +282,8 @@ class UnitCursor(Cursor):
             return unit_of((token.text + follows.text).replace(r"\mu", "μ").replace(r"\Omega", "Ω"), True), 2
         if token.kind != "letters" or (len(token.text) == 1 and not (token.roman and self._unit_letters)):
             return None, 0
-        if not (token.roman or may_stand_bare(token.text) or (token.space and self._unit_letters)):
+        is_bare = len(token.text) > 3 or token.text in _BARE_SIGNS  # `15cm`; `2mg` may be a product
+        if not (token.roman or is_bare or (token.space and self._unit_letters)):
             return None, 0
         if token.text.lower().startswith("degree") and (scale := unit_of(self._word_at(ahead + 1), True)) in _SCALES:
             return scale, 2
