@@ -62,10 +62,16 @@ class NumericAlgebra(Algebra):
         if len(ratios) > _MIN_POINTS and all(abs(r) > _ZERO and _close(r, ratios[0]) for r in ratios):
             return not inequality or ratios[0] > 0
         for name in [] if inequality else names:
-            values = [[_solution(node, point, name) for node in (one, other)] for point in _points(names)]
-            known = [pair for pair in values if None not in pair]
-            if len(known) > _MIN_POINTS:
-                return all(_close(*pair) for pair in known)
+            seen = 0
+            for point in _points(names):
+                solutions = [_solution(node, point, name) for node in (one, other)]
+                if None in solutions and not seen:
+                    break  # they are not linear in this name
+                if None not in solutions and not _close(*solutions):
+                    return False
+                seen += None not in solutions
+            if seen > _MIN_POINTS:
+                return True
         return False
 
     def value(self, node: Node) -> Fraction | None:
@@ -148,7 +154,7 @@ def _agree(one: Node, other: Node, log_base: Value) -> bool:
     points = [] if whole else [_points(names)]
     points += [_whole_points(names, halves=True)] if has_steps else []
     for k, point in enumerate(chain(*points, _whole_points(names), _drawn_points(names))):
-        if (k == needed and seen >= _MIN_POINTS) or seen > len(_SCALES) + len(_WHOLE):
+        if (k in (needed, needed + len(_WHOLE)) and seen >= _MIN_POINTS) or seen > len(_SCALES) + len(_WHOLE):
             break
         values = _values_at(one, other, point, log_base, complex_too=has_i)
         if values is not None and not _close(*values):
