@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.arguments import COUNT, output
+from megatron_rl.arguments import output
 from megatron_rl.errors import EXIT_DONE, InputError
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 def add_plot(parser: argparse.ArgumentParser) -> None:
     from megatron_rl.instruments.paper.figures import PAPERS
-    from megatron_rl.monitor.plots import X_LABELS  # matplotlib is for this command alone
 
     parser.add_argument(
         "runs",
@@ -23,20 +22,9 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="Read this run directory, metrics.jsonl or other project's log, which may be written as label=RUN.",
     )
-    parser.add_argument(
-        "--out", type=output, default=Path("plots"), help="Write curves.png and curves.html to this folder."
-    )
+    parser.add_argument("--out", type=output, default=Path("plots"), help="Write curves.png to this folder.")
     parser.add_argument(
         "--title", default=None, help="Write this heading (default: the label, or the number of experiments)."
-    )
-    parser.add_argument(
-        "--x", choices=tuple(X_LABELS), default="step", help="Draw over steps, time or tokens (default: %(default)s)."
-    )
-    parser.add_argument(
-        "--smooth",
-        type=COUNT,
-        metavar="STEPS",
-        help="Smooth with an exponential mean over this span (default: by length).",
     )
     parser.add_argument("--paper", choices=PAPERS, help="Draw the figures of this paper.")
     parser.add_argument(
@@ -48,22 +36,21 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plot(options: argparse.Namespace) -> int:
-    """Draw the curves of several runs over each other: one PNG and one self-contained HTML page.
+    """Draw the curves of several runs over each other: one PNG.
 
-        megatron-rl run plot RUN [RUN ...] [--out DIR] [--title TEXT] [--x step|time|tokens] [--smooth STEPS]
+        megatron-rl run plot RUN [RUN ...] [--out DIR] [--title TEXT]
         megatron-rl run plot --paper length-decay RUN [RUN ...] [--figure fig05]
 
     RUN is a run directory (or its metrics.jsonl), a log of verl, slime, miles, NeMo-RL, prime-rl or TRL
     (docs/coming-from.md), or label=RUN. Runs with the same label are seeds of one experiment: a line shows their mean
     and a band their range. The default label is the folder's name without a trailing `-seed<n>` or `-s<n>`. Curves of
-    more than 40 steps are smoothed; `--smooth 1` draws every value. Panels that are always 0 are left out, and
-    identical curves are drawn once.
+    more than 40 steps are smoothed. Panels that are always 0 are left out.
 
     --paper draws the figures of a paper instead, one PNG each, and names the metrics that a run lacks. Give the runs of
     the figure's arms; --figure limits the command to figures that fit these runs.
     """
     from megatron_rl.instruments.foreign.read import read_run
-    from megatron_rl.monitor.plots import View, build_page, draw_figure, drawable_panels, group_runs
+    from megatron_rl.monitor.plots import draw_figure, drawable_panels, group_runs
 
     source_lines: list[str] = []
 
@@ -78,14 +65,12 @@ def run_plot(options: argparse.Namespace) -> int:
         return draw_figures(options, groups)
     if not drawable_panels(groups):
         raise InputError(f"{', '.join(options.runs)}: no step with a metric that has a panel was recorded")
-    view = View(options.x, options.smooth)
     title = options.title or (groups[0].label if len(groups) == 1 else f"{len(groups)} experiments")
     options.out.mkdir(parents=True, exist_ok=True)
-    draw_figure(groups, title, view=view).savefig(options.out / "curves.png", dpi=110)
-    (options.out / "curves.html").write_text(build_page(groups, title, view), encoding="utf-8")
+    draw_figure(groups, title).savefig(options.out / "curves.png", dpi=110)
     for group in groups:
         print(f"{group.label}: {len(group.runs)} run(s), {group.num_steps} steps")
-    print(f"wrote {options.out / 'curves.png'} and {options.out / 'curves.html'}")
+    print(f"wrote {options.out / 'curves.png'}")
     return EXIT_DONE
 
 

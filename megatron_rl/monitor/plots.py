@@ -1,6 +1,6 @@
-"""Plots of runs, drawn from their metrics.jsonl alone, as a figure or as one self-contained HTML file.
+"""Plots of runs, drawn from their metrics.jsonl alone.
 
-`PANELS` has the metrics of each panel. `Curves` are those of an experiment with its seeds, over steps, hours or tokens.
+`PANELS` has the metrics of each panel. `Curves` are those of an experiment with its seeds.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import html
 import io
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import matplotlib
 import numpy as np
@@ -22,7 +21,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
-from megatron_rl.monitor.html_page import html_page, html_table
 from megatron_rl.monitor.run_directory import RunDirectory, read_metrics
 
 
@@ -55,9 +53,6 @@ PANELS = (
 )
 
 
-XAxis = Literal["step", "time", "tokens"]
-X_LABELS = {"step": "step", "time": "hours", "tokens": "million response tokens"}
-_STEP_SECONDS, _STEP_TOKENS = "perf/time/step", "perf/rollout_tokens"
 _NAMED_FILES = {".jsonl", ".csv", ".json"}  # a log of another project has its run's name
 UNSMOOTHED_STEPS = 40  # a curve of at most this many steps is not smoothed
 SMOOTHED_SHARE = 40  # a longer curve is smoothed over about 2/40 of its steps
@@ -94,23 +89,6 @@ class Curves:
         steps = np.array(sorted({step for run in by_run for step in run}), dtype=np.int64)
         return steps, np.array([[run.get(int(step), np.nan) for step in steps] for run in by_run])
 
-    def along(self, steps: np.ndarray, x: XAxis) -> np.ndarray:
-        """Return the axis positions [S] of ``steps`` [S]: hours or tokens at the end of each, averaged over seeds."""
-        if x == "step":
-            return steps.astype(float)
-        spent = []
-        for run in self.runs:
-            at, total = [], 0.0
-            for record in run:
-                if x == "time":
-                    total += record.get(_STEP_SECONDS, 0.0) / 3600
-                else:
-                    total += record.get(_STEP_TOKENS, 0.0) / 1e6
-                at.append((record["step"], total))
-            if at:
-                spent.append(np.interp(steps, *zip(*at, strict=True)))
-        return np.mean(spent, axis=0)
-
 
 # The seed at the end of a run's name: "grpo-seed3", "grpo_s3", "grpo/seed_3". What precedes it is the experiment.
 _SEED = re.compile(r"(?:^|[-_./])(?:seed|s)[-_=]?\d+$")
@@ -145,23 +123,8 @@ def matching(patterns: Sequence[str], available: set[str]) -> list[str]:
     return list(dict.fromkeys(matches))
 
 
-def distinct(groups: Sequence[Curves], metrics: Sequence[str]) -> dict[str, list[str]]:
-    """Return the metrics to draw, each with the metrics of identical values. Metrics that are always 0 are left out."""
-    by_first: dict[str, list[str]] = {}
-    first_of: dict[tuple, str] = {}
-    for metric in metrics:
-        if not any(r.get(metric, 0) != 0 for group in groups for run in group.runs for r in run):
-            continue
-        values = [group.series(metric) for group in groups]
-        key = tuple((steps.tobytes(), series.tobytes()) for steps, series in values)
-        by_first.setdefault(first_of.setdefault(key, metric), []).append(metric)
-    return {first: names[1:] for first, names in by_first.items()}
-
-
-def smoothing_span(num_steps: int, asked: int | None) -> int:
-    """Return the span of smoothing in steps (1: none). ``asked`` None derives it from the length of the curve."""
-    if asked is not None:
-        return max(1, asked)
+def smoothing_span(num_steps: int) -> int:
+    """Return the span of smoothing in steps (1: none) of a curve of ``num_steps``."""
     return 1 if num_steps <= UNSMOOTHED_STEPS else max(2, num_steps // SMOOTHED_SHARE * 2)
 
 
@@ -177,19 +140,6 @@ def smoothed(values: np.ndarray, span: int) -> np.ndarray:
         weight = np.where(seen, keep * weight + 1, weight)
         out[..., step] = np.where(seen, total / np.maximum(weight, 1e-300), np.nan)
     return out
-
-
-def last_values(groups: Sequence[Curves], metrics: Sequence[str]) -> Mapping[str, list[str]]:
-    """Return, per group, the text of each metric's last value (mean over seeds); "" where there is none."""
-    table = {}
-    for group in groups:
-        cells = []
-        for metric in metrics:
-            ends = [[r[metric] for r in run if metric in r][-1:] for run in group.runs]
-            last = [float(end[0]) for end in ends if end]
-            cells.append(f"{np.mean(last):.4g}" if last else "")
-        table[group.label] = cells
-    return table
 
 
 # Routing disagreement of a run, layer by step, from its metrics.jsonl.
@@ -239,27 +189,20 @@ FAINT = 0.25  # opacity of the unsmoothed curve
 FEW_POINTS = 12  # curves with at most this many points get markers
 
 
-@dataclass(frozen=True)
-class View:
-    """How curves are drawn. ``smoothing``: span of the exponential mean in steps; None: from the number of steps."""
-
-    x: XAxis = "step"
-    smoothing: int | None = None
-
-
-def panel_metrics(panel: Panel, groups: Sequence[Curves]) -> dict[str, list[str]]:
-    """Return the metrics that ``panel`` draws, each with the metrics of identical values."""
-    names = distinct(groups, matching(panel.metrics, set().union(*(group.metrics for group in groups))))
+def panel_metrics(panel: Panel, groups: Sequence[Curves]) -> list[str]:
+    """Return the metrics that ``panel`` draws. Those that are always 0 are left out."""
+    records = [record for group in groups for run in group.runs for record in run]
+    names = matching(panel.metrics, set().union(*(group.metrics for group in groups)))
+    names = [name for name in names if any(record.get(name, 0) != 0 for record in records)]
     # With several groups, each draws fewer curves.
     limit = panel.limit if len(groups) == 1 else panel.limit and min(panel.limit, 2)
     if limit is None or len(names) <= limit:
         return names
 
     def mean(name: str) -> float:
-        values = [float(r[name]) for group in groups for run in group.runs for r in run if name in r]
-        return float(np.mean(values))
+        return float(np.mean([float(record[name]) for record in records if name in record]))
 
-    return {name: names[name] for name in sorted(names, key=mean, reverse=True)[:limit]}
+    return sorted(names, key=mean, reverse=True)[:limit]
 
 
 def drawable_panels(groups: Sequence[Curves]) -> list[Panel]:
@@ -273,31 +216,30 @@ def zero_panels(groups: Sequence[Curves]) -> list[str]:
     return [panel.title for panel in PANELS if matching(panel.metrics, available) and not panel_metrics(panel, groups)]
 
 
-def draw_panel(axes: Axes, panel: Panel, groups: Sequence[Curves], view: View | None = None) -> None:
+def draw_panel(axes: Axes, panel: Panel, groups: Sequence[Curves], is_smoothed: bool = False) -> None:
     """Draw ``panel``: a colour per group (mean over seeds, band from lowest to highest), a line style per metric.
 
     With one group, the colour marks the metric instead. The figure's legend names the groups.
     """
-    view = view or View(smoothing=1)
     metrics, single, positive = panel_metrics(panel, groups), len(groups) == 1, [np.empty(0)]
     handles = []
-    for index, (metric, equal) in enumerate(metrics.items()):
+    for index, metric in enumerate(metrics):
         style = "-" if single else LINE_STYLES[index % len(LINE_STYLES)]
-        handles.append(Line2D([], [], color=_colour(index) if single else "0.3", ls=style, label=_label(metric, equal)))
+        handles.append(Line2D([], [], color=_colour(index) if single else "0.3", ls=style, label=escaped(metric)))
         for group_index, group in enumerate(groups):
             colour = _colour(index if single else group_index)
-            positive.append(_draw_curve(axes, group, metric, view, colour, style))
+            positive.append(_draw_curve(axes, group, metric, is_smoothed, colour, style))
     axes.set_title(panel.title, fontsize=10)
     if not metrics:
         recorded = matching(panel.metrics, set().union(*(group.metrics for group in groups)))
         say_why_empty(axes, "0 throughout" if recorded else "not recorded")
         return
-    axes.set_xlabel(X_LABELS[view.x], fontsize=8)
+    axes.set_xlabel("step", fontsize=8)
     axes.tick_params(which="both", labelsize=8)
     axes.grid(alpha=0.3)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=view.x == "step"))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     _scale(axes, panel, np.concatenate(positive))
-    if len(metrics) > 1 or any(metrics.values()):
+    if len(metrics) > 1:
         legend_below(axes, handles, columns=1 if any(len(h.get_label()) > 24 for h in handles) else 2)
 
 
@@ -307,7 +249,7 @@ def say_why_empty(axes: Axes, why: str) -> None:
     axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", va="center", fontsize=9, color="0.4")
 
 
-def _draw_curve(axes: Axes, group: Curves, metric: str, view: View, colour: str, style: str) -> np.ndarray:
+def _draw_curve(axes: Axes, group: Curves, metric: str, is_smoothed: bool, colour: str, style: str) -> np.ndarray:
     """Draw one metric of one group and return its positive values, for the limits of a logarithmic axis."""
     steps, values = group.series(metric)
     values = np.where(np.isfinite(values), values, np.nan)
@@ -315,14 +257,14 @@ def _draw_curve(axes: Axes, group: Curves, metric: str, view: View, colour: str,
     steps, values = steps[seen], values[:, seen]
     if not len(steps):
         return np.empty(0)
-    x, span = group.along(steps, view.x), smoothing_span(len(steps), view.smoothing)
+    span = smoothing_span(len(steps)) if is_smoothed else 1
     smooth = smoothed(values, span)
     marker = "." if len(steps) <= FEW_POINTS else None
-    axes.plot(x, np.nanmean(smooth, axis=0), style, color=colour, lw=1.3, marker=marker, label=escaped(group.label))
+    axes.plot(steps, np.nanmean(smooth, axis=0), style, color=colour, lw=1.3, marker=marker, label=escaped(group.label))
     if len(values) > 1:
-        axes.fill_between(x, np.nanmin(smooth, 0), np.nanmax(smooth, 0), color=colour, alpha=0.15, lw=0)
+        axes.fill_between(steps, np.nanmin(smooth, 0), np.nanmax(smooth, 0), color=colour, alpha=0.15, lw=0)
     elif span > 1:
-        axes.plot(x, values[0], color=colour, lw=0.6, alpha=FAINT, zorder=1)
+        axes.plot(steps, values[0], color=colour, lw=0.6, alpha=FAINT, zorder=1)
     return values[values > 0]
 
 
@@ -352,11 +294,6 @@ def _colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def _label(metric: str, equal: Sequence[str]) -> str:
-    """Return a metric's name with the last parts of the names of identical metrics."""
-    return escaped(" = ".join([metric, *(name.rpartition("/")[2] for name in equal)]))
-
-
 def escaped(text: str) -> str:
     """Return ``text`` escaped for matplotlib: dollar signs start no formula, a leading underscore is shown."""
     return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
@@ -374,13 +311,13 @@ def group_handles(groups: Sequence[Curves]) -> list[Line2D]:
     return [Line2D([], [], color=_colour(i), lw=2, label=escaped(group.label)) for i, group in enumerate(groups)]
 
 
-def draw_figure(groups: Sequence[Curves], title: str, columns: int = 3, view: View | None = None) -> Figure:
+def draw_figure(groups: Sequence[Curves], title: str, columns: int = 3) -> Figure:
     """Return one figure of all drawable panels; if there are several groups, their names are at the top."""
     panels = drawable_panels(groups)
     rows = max(1, -(-len(panels) // columns))
     figure = Figure(figsize=(4.6 * columns, 3.1 * rows + 0.8), layout="constrained")
     for index, panel in enumerate(panels):
-        draw_panel(figure.add_subplot(rows, columns, index + 1), panel, groups, view or View())
+        draw_panel(figure.add_subplot(rows, columns, index + 1), panel, groups, is_smoothed=True)
     if len(groups) > 1:
         shown = group_handles(groups)
         figure.legend(
@@ -404,15 +341,6 @@ def plot_run(run_dir: RunDirectory) -> Path:
     return path
 
 
-_TABLE_METRICS = (
-    "critic/rewards/mean",
-    "response_length/mean",
-    "mismatch/rho_std",
-    "actor/entropy",
-    "actor/grad_norm",
-    "actor/lr",
-    "perf/time/step",
-)
 CURVES_STYLE = """
 main, .panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(420px, 1fr)); gap: 8px; }
 figure { margin: 0; }
@@ -422,10 +350,10 @@ svg { width: 100%; height: auto; }
 """
 
 
-def panel_svg(panel: Panel, groups: Sequence[Curves], view: View) -> str:
+def panel_svg(panel: Panel, groups: Sequence[Curves]) -> str:
     """Return one panel as an ``<svg>`` element."""
     figure = Figure(figsize=(5.2, 3.5), layout="constrained")
-    draw_panel(figure.add_subplot(), panel, groups, view)
+    draw_panel(figure.add_subplot(), panel, groups, is_smoothed=True)
     return figure_svg(figure, panel.title)
 
 
@@ -438,20 +366,6 @@ def figure_svg(figure: Figure, name: str) -> str:
     return text[text.index("<svg") :]
 
 
-def _table(groups: Sequence[Curves]) -> str:
-    """Return the table of last values: a row per metric, a column per group, wrapped after a few groups."""
-    metrics = [name for name in _TABLE_METRICS if any(name in group.metrics for group in groups)]
-    metrics += matching(VALIDATION, set().union(*(group.metrics for group in groups)))
-    values = last_values(groups, metrics)
-    table = [
-        ["", *(group.label for group in groups)],
-        ["seeds", *(str(len(group.runs)) for group in groups)],
-        ["steps", *(str(group.num_steps) for group in groups)],
-        *([metric, *(values[group.label][row] for group in groups)] for row, metric in enumerate(metrics)),
-    ]
-    return html_table([[html.escape(cell) for cell in row] for row in table])
-
-
 def _legend(groups: Sequence[Curves]) -> str:
     if len(groups) == 1:
         return ""
@@ -461,15 +375,9 @@ def _legend(groups: Sequence[Curves]) -> str:
     return f'<p class="groups">{"".join(spans)}</p>'
 
 
-def build_page(groups: Sequence[Curves], title: str, view: View | None = None) -> str:
-    """Return the page: a table of last values, then all panels. Bands span the seeds; lines are their mean."""
-    body = f"<p>Last values, mean over seeds.</p>\n{_table(groups)}\n{curves_html(groups, view or View())}"
-    return html_page(title, body, CURVES_STYLE)
-
-
-def curves_html(groups: Sequence[Curves], view: View) -> str:
+def curves_html(groups: Sequence[Curves]) -> str:
     """Return all panels of ``groups``, with a legend where there are several."""
-    panels = "\n".join(f"<figure>{panel_svg(panel, groups, view)}</figure>" for panel in drawable_panels(groups))
+    panels = "\n".join(f"<figure>{panel_svg(panel, groups)}</figure>" for panel in drawable_panels(groups))
     zero = html.escape(", ".join(zero_panels(groups)))
     below = f"\n<p>0 throughout, not drawn: {zero}.</p>" if zero else ""
     return f"{_legend(groups)}\n<main>\n{panels}\n</main>{below}"

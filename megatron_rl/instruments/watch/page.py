@@ -19,7 +19,6 @@ from megatron_rl.monitor.plots import (
     CURVES_STYLE,
     Curves,
     Panel,
-    View,
     curves_html,
     draw_disagreement,
     figure_svg,
@@ -57,7 +56,7 @@ def keep_page(runs: Sequence[WatchedRun], file: Path, once: bool) -> None:
 
 def overview(runs: Sequence[WatchedRun]) -> str:
     """Return the page: state and alarms of each run, curves, mismatch by band, routes, `run why`, sampled texts."""
-    body = [_states(runs), *(_alarms(run) for run in runs), curves_html(_groups(runs), View())]
+    body = [_states(runs), *(_alarms(run) for run in runs), curves_html(_groups(runs))]
     body += [part for run in runs for part in (_mismatch(run), _routes(run), _why(run), _texts(run))]
     is_going = any(run.status() in ("running", "waiting") for run in runs)
     head = f'<meta http-equiv="refresh" content="{RELOAD_S}">' if is_going else ""
@@ -107,7 +106,7 @@ def _mismatch(run: WatchedRun) -> str:
     rows = [[f"po at step {last['step']:g}", *(f"rho {figure}" for figure in FIGURES)]]
     rows += [[_escaped(band), *(number(last.get(f"mismatch/rho_{name}/{band}")) for name in FIGURES)] for band in bands]
     panel = Panel(f"{printable(run.label)}: mean rho by po", (f"{MEAN}.+",))
-    return f'<div class="panels"><figure>{panel_svg(panel, _groups([run]), View())}</figure></div>{html_table(rows)}'
+    return f'<div class="panels"><figure>{panel_svg(panel, _groups([run]))}</figure></div>{html_table(rows)}'
 
 
 def _routes(run: WatchedRun) -> str:

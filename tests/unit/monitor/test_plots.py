@@ -9,7 +9,6 @@ from matplotlib.text import Text
 from megatron_rl.monitor.plots import (
     PANELS,
     Curves,
-    View,
     disagreement,
     draw_disagreement,
     draw_figure,
@@ -58,7 +57,7 @@ def test_crowded_panels_keep_the_largest(tmp_path):
 
 
 def overlay(arms: int = 4, seeds: int = 3, steps: int = 120) -> list[Curves]:
-    """Arms of noisy seeds, with a metric that is 0 throughout and three that are one."""
+    """Arms of noisy seeds, with a metric that is 0 throughout."""
     draw = np.random.default_rng(0)
     names = ("critic/rewards/mean", "actor/entropy", "actor/grad_norm", "perf/time/generate", "perf/time/update")
     groups = []
@@ -66,7 +65,7 @@ def overlay(arms: int = 4, seeds: int = 3, steps: int = 120) -> list[Curves]:
         runs = []
         for _ in range(seeds):
             values = {name: 1 + arm + np.arange(steps) / steps + draw.normal(0, 0.3, steps) for name in names}
-            values |= dict.fromkeys(("val/reward/mean", "val/a/avg@1", "val/a/pass@1"), values["critic/rewards/mean"])
+            values |= dict.fromkeys(("val/reward/mean", "val/a/pass@1"), values["critic/rewards/mean"])
             values |= {"actor/pg_clipfrac": np.zeros(steps), "actor/lr": np.full(steps, 1e-4)}
             values |= {"perf/time/step": np.full(steps, 36.0), "perf/rollout_tokens": np.full(steps, 5e5)}
             runs.append([{"step": s} | {name: float(v[s]) for name, v in values.items()} for s in range(steps)])
@@ -75,7 +74,7 @@ def overlay(arms: int = 4, seeds: int = 3, steps: int = 120) -> list[Curves]:
 
 
 def test_an_overlay_can_be_read():
-    """No legend over a curve, no curve twice, nothing that is 0, ticks that fit."""
+    """No legend over a curve, nothing that is 0, ticks that fit, smooth curves over the values of one seed."""
     groups = overlay()
     del groups[0].runs[0][100:]  # a seed that still runs
     figure = draw_figure(groups, "four arms, three seeds")
@@ -83,9 +82,6 @@ def test_an_overlay_can_be_read():
     by_title = {axes.get_title(): axes for axes in figure.axes}
     assert "clip fraction" not in by_title
     assert figure._supxlabel.get_text() == "0 throughout, not drawn: clip fraction"
-    assert len(by_title["validation"].lines) == 4
-    (equal,) = by_title["validation"].get_legend().get_texts()
-    assert equal.get_text() == "val/reward/mean = avg@1 = pass@1"
     legends = [legend for axes in figure.axes if (legend := axes.get_legend()) is not None] + figure.legends
     assert len(legends) == 3
     for legend in legends:
@@ -97,16 +93,9 @@ def test_an_overlay_can_be_read():
     assert all(len(label.get_text()) <= 9 for label in rates.get_yticklabels())
     ends = [axes.get_tightbbox() for axes in figure.axes]
     assert not any(one.overlaps(other) for i, one in enumerate(ends) for other in ends[:i])
-
-
-@pytest.mark.parametrize(("x", "last"), [("step", 119), ("time", 1.2), ("tokens", 60)])
-def test_curves_over_steps_hours_and_tokens(x, last):
-    figure = draw_figure(overlay(), "", view=View(x, 1))
-    ends = {line.get_xdata()[-1] for axes in figure.axes for line in axes.lines}
-    assert list(ends) == rounded([last] * len(ends))
     (group,) = overlay(1, 1)
     raw = [record["actor/entropy"] for record in group.runs[0]]
-    one = {axes.get_title(): axes for axes in draw_figure([group], "", view=View(x)).axes}["entropy"]
+    one = {axes.get_title(): axes for axes in draw_figure([group], "").axes}["entropy"]
     smooth, faint = (line.get_ydata() for line in one.lines)
     assert list(faint) == raw
     assert np.abs(np.diff(smooth)).sum() < 0.5 * np.abs(np.diff(raw)).sum()
@@ -165,4 +154,4 @@ def test_smoothing_is_a_mean_of_what_was_seen():
     )
     # Weights 1/2 of the last, for span 3: (1/4 · 4 + 1/2 · 2 + 8) / (1/4 + 1/2 + 1)
     assert smoothed(np.array([4.0, 2.0, 8.0]), 3)[-1] == rounded(10 / 1.75)
-    assert (smoothing_span(40, None), smoothing_span(400, None), smoothing_span(400, 1)) == (1, 20, 1)
+    assert (smoothing_span(40), smoothing_span(400)) == (1, 20)
