@@ -258,7 +258,7 @@ def report(
         lines = check_recipe(recipe, world_size, offline=True).report
         return lines if can_tokenize else [*lines, ("not tried", "prompts and reward: transformers is not installed")]
     with prepare(recipe, world_size) as prepared:
-        there = [*_golds(prepared), *_run_there(prepared)]
+        there = [*_golds(prepared), *_conversations(prepared), *_run_there(prepared)]
     if free_gib is not None:
         from megatron_rl.learner.compare_logits import witness
 
@@ -274,6 +274,21 @@ def _golds(prepared: Prepared) -> list[tuple[str, str]]:
     lines = prepared.rewarder.unmet(sample)
     more = [f"and {len(lines) - SHOWN_SOURCES} more"] if len(lines) > SHOWN_SOURCES else []
     return [("golds", f"of {len(sample)} tried: {'; '.join([*lines[:SHOWN_SOURCES], *more])}")] if lines else []
+
+
+def _conversations(prepared: Prepared) -> list[tuple[str, str]]:
+    """How conversations of `rollout.function` go without an engine."""
+    recipe, vocab_size = prepared.recipe, prepared.checked.architecture.vocab_size
+    if recipe.rollout.function is None:
+        return []
+    from megatron_rl.rollout.conversation import load_talk
+    from megatron_rl.rollout.generator import Sampling
+    from megatron_rl.rollout.rehearsal import rehearse
+
+    talk = load_talk(recipe.rollout.function, prepared.tokenizer)
+    stops = resolve_stop_token_ids(recipe.rollout.stop_token_ids, recipe.model.path)
+    prompt, sampling = prepared.train.first_of_each_source()[0], Sampling.from_config(recipe.rollout)
+    return [("turns", rehearse(talk, prompt, sampling, stops, vocab_size))]
 
 
 def _run_there(prepared: Prepared) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from megatron_rl.instruments.lab.jobs import LoadedStudy
 from megatron_rl.instruments.lab.results import Effect, Results, read_results
 from megatron_rl.instruments.lab.study import DEFAULT_METRICS, Study
-from megatron_rl.monitor.plots import PANELS, Curves, Panel, View, draw_panel, group_handles, legend_below
+from megatron_rl.monitor.plots import PANELS, Curves, Panel, draw_panel, group_handles, legend_below
 
 # A study's figure: a block per `figure` entry, a panel per metric, means over seeds with bands from lowest to highest.
 
@@ -43,7 +43,7 @@ def draw_study(results: Results) -> Figure:
         ]
         for number, metric in enumerate(metrics):
             axes = figure.add_subplot(rows * len(study.figure), columns, block * rows * columns + number + 1)
-            draw_panel(axes, _panel(metric), groups, View())
+            draw_panel(axes, _panel(metric), groups, is_smoothed=True)
             if number == 0:
                 axes.annotate(
                     entry.title, (0, 1), (0, 20), "axes fraction", textcoords="offset points", fontweight="bold"
