@@ -17,6 +17,7 @@ from megatron_rl.instruments.lab.archive import first_difference
 from megatron_rl.instruments.lab.jobs import FINISHED, run_name, state_of
 from megatron_rl.instruments.lab.results import (
     LEAST_SEEDS,
+    RARE,
     Effect,
     Values,
     Verdict,
@@ -24,6 +25,7 @@ from megatron_rl.instruments.lab.results import (
     interval_half_width,
     paired_effect,
     read_results,
+    unseen_share,
 )
 from megatron_rl.monitor import RunDirectory, read_metrics
 
@@ -145,7 +147,7 @@ def _arm_as_json(branch: Branch, judged: Judged) -> dict[str, Any]:
 
 
 def _effect_as_json(effect: Effect) -> dict[str, float | None]:
-    numbers = {"effect": effect.mean, "lower": effect.lower, "upper": effect.upper}
+    numbers = {"effect": effect.mean, "lower": effect.alike_lower, "upper": effect.alike_upper}
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
@@ -159,7 +161,7 @@ def seeds_to_decide(effect: Effect, margin: float, num_arms: int, scatter: Effec
     if effect.num_seeds < 2:
         return None
     scatter = effect if scatter is None else scatter
-    mean, deviation = abs(effect.mean), (scatter.upper - scatter.mean) / interval_half_width(scatter.num_seeds)
+    mean, deviation = abs(effect.mean), (scatter.alike_upper - scatter.mean) / interval_half_width(scatter.num_seeds)
     if not deviation:
         return None
     for seeds in range(effect.num_seeds + 1, MOST_SEEDS + 1):
@@ -244,7 +246,7 @@ def _one_sided(effect: Effect, sign: int) -> float:
 
 
 def _seeds_told(undecided: Sequence[Judged]) -> str:
-    scattered = [judged for judged in undecided if judged.effect is None or judged.effect.lower < judged.effect.upper]
+    scattered = [judged for judged in undecided if (e := judged.effect) is None or e.alike_lower < e.alike_upper]
     if not scattered:
         return "so far they do exactly what the control does"
     needed = [judged.seeds_to_decide for judged in scattered]
@@ -397,6 +399,11 @@ def _chances(judgement: Judgement) -> list[str]:
     looks = judgement.looks
     ordinal = "first look at these arms" if looks == 1 else f"look number {looks} at these arms"
     lines = [f"p: Holm's, times {price_of_look(looks)} for the {ordinal}; more seeds are another look."]
+    if judgement.control and unseen_share(seeds := len(judgement.control)) >= RARE:
+        lines.append(
+            f"Intervals take an arm's seeds for alike: among {seeds}, a collapse of up to {unseen_share(seeds):.0%} of "
+            "them may be unseen, and how much such an arm differs cannot be told."
+        )
     without = []
     for judged in judgement.arms:
         both = [{s: v for s, v in values.items() if s} for values in (judged.values, judgement.control)]
@@ -415,7 +422,7 @@ def _row(judged: Judged) -> list[str]:
     row = [judged.arm.name, judged.arm.suspect, _short(sum(values) / len(values)) if values else "–"]
     if effect is None:
         return [*row, *["–"] * 4, judged.verdict]
-    interval = f"[{effect.lower:+.3g}, {effect.upper:+.3g}]"
+    interval = f"[{effect.alike_lower:+.3g}, {effect.alike_upper:+.3g}]"
     restored = "–" if judged.restored is None else f"{round(judged.restored, 2) + 0.0:.0%}"
     return [*row, f"{effect.mean:+.3g}", interval, f"{judged.p_holm:.2g}", restored, judged.verdict]
 

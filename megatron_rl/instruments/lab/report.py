@@ -184,7 +184,8 @@ def effect_cells(effect: Effect) -> tuple[str, str, str]:
     """Return the cells for difference, ratio or slope, its 95% interval, and Cohen's d."""
     sign = "×" if effect.neutral else ""
     number = "{:.3g}".format if effect.neutral else "{:+.3g}".format
-    bounds = f"{number(effect.lower)} to {number(effect.upper)}" if math.isfinite(effect.upper) else "–"
+    low, high = effect.alike_lower, effect.alike_upper
+    bounds = f"{number(low)} to {number(high)}" if math.isfinite(high) else "–"
     return f"{sign}{number(effect.mean)}", bounds, "–" if math.isnan(effect.d) else f"{effect.d:+.1f}"
 
 

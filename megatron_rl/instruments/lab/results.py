@@ -26,6 +26,7 @@ from megatron_rl.monitor.run_directory import CONTINUED_BY, UNKNOWN_CODE, RunDir
 
 LEAST_SEEDS = 3  # two differences that happen to be alike would decide anything
 ALIKE = 1e-9  # of the largest difference: rounding of numbers that are the same
+RARE = 0.1  # an interval is told where seeds of a rarer kind alone may be missing: from 29 seeds on
 
 Verdict = Literal["as predicted", "contrary", "no effect", "undecided", "not contradicted", "not testable"]
 """no effect: a difference was predicted, but one as large as the margin is excluded. not testable: the study's gate did
@@ -36,16 +37,16 @@ not come out as predicted."""
 class Effect:
     """Arm minus control over common seeds (arm over control for a ratio outcome), or a slope over a dose.
 
-    ``lower`` and ``upper`` bound the mean difference with 95% (Student's t of the paired differences). ``d`` is Cohen's
-    d: their mean over their standard deviation (before exponentiation for a ratio). ``p`` tests for no difference,
-    ``p_same`` for a difference as large as the margin (two one-sided tests); NaN without a margin. Equal
-    differences other than 0 have no spread to judge by: both are then 1.
+    ``alike_lower`` and ``alike_upper`` bound the mean difference with 95% where seeds are alike (Student's t of the
+    paired differences). ``d`` is Cohen's d: their mean over their standard deviation (before exponentiation for a
+    ratio). ``p`` tests for no difference, ``p_same`` for a difference as large as the margin (two one-sided tests); NaN
+    without a margin. Equal differences other than 0 have no spread to judge by: both are then 1.
     """
 
     num_seeds: int
     mean: float
-    lower: float
-    upper: float
+    alike_lower: float
+    alike_upper: float
     d: float
     neutral: float  # the value of no effect: 0, or 1 for a ratio
     p: float = 1.0
@@ -53,9 +54,19 @@ class Effect:
     beyond_margin: bool = True  # the mean difference is larger than the margin, or no margin is set
 
     @property
+    def lower(self) -> float:
+        """The lower end also where an arm collapses in some seeds: without one where so few may not have shown it."""
+        return self.alike_lower if unseen_share(self.num_seeds) < RARE else 0.0 if self.neutral else -math.inf
+
+    @property
+    def upper(self) -> float:
+        """The upper end; see ``lower``."""
+        return self.alike_upper if unseen_share(self.num_seeds) < RARE else math.inf
+
+    @property
     def excludes_none(self) -> bool:
-        """Whether the interval excludes the value of no effect."""
-        return self.lower > self.neutral or self.upper < self.neutral
+        """Whether the interval of seeds that are alike excludes the value of no effect."""
+        return self.alike_lower > self.neutral or self.alike_upper < self.neutral
 
     def p_of(self, expected: Direction) -> float:
         """Return the p-value for a prediction; for "same" without a margin, that of a difference."""
@@ -138,6 +149,11 @@ def _p_above(estimate: float, error: float, degrees: int) -> float:
     if error == 0:
         return float(estimate <= 0)
     return float(stats.t.sf(estimate / error, degrees))
+
+
+def unseen_share(num_seeds: int) -> float:
+    """Return the largest share of seeds whose kind may be missing among ``num_seeds`` with a chance of 5%."""
+    return 1.0 - 0.05 ** (1 / num_seeds)
 
 
 def interval_half_width(num_seeds: int) -> float:

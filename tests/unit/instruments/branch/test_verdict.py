@@ -46,7 +46,7 @@ def test_the_arm_that_brings_the_reward_back_is_named_and_the_others_are_not(sic
     mean = sum(differences) / 4
     deviation = math.sqrt(sum((d - mean) ** 2 for d in differences) / 3)
     assert cure.effect.mean == rounded(mean)
-    assert cure.effect.upper == rounded(mean + stats.t.ppf(0.975, 3) * deviation / 2)
+    assert cure.effect.alike_upper == rounded(mean + stats.t.ppf(0.975, 3) * deviation / 2)
     assert cure.p_holm == min(1.0, 2 * 2 * cure.p)  # the smaller of two, at the first look
     control = sum(PLANTED[CONTROL]) / 4
     assert cure.restored == rounded(mean / (0.6 - control))

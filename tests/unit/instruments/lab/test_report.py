@@ -68,11 +68,11 @@ def test_effects_pair_by_seed_and_ratios_are_of_logarithms():
     assert paired_effect({1: 5.0, 3: 8.0}, {2: 1.0}) is None
     assert paired_effect({1: 5.0, 3: 8.0}, {1: 4.0, 2: 0.0}).mean == 1.0
     one = paired_effect({1: 5.0}, {1: 4.0})
-    assert (one.lower, one.upper, one.excludes_none) == (-math.inf, math.inf, False)
+    assert (one.alike_lower, one.alike_upper, one.excludes_none) == (-math.inf, math.inf, False)
     assert math.isnan(one.d)
     ratio = paired_effect({0: 2.0, 1: 8.0}, {0: 1.0, 1: 1.0}, ratio=True)
     assert ratio.mean == rounded(4)
-    assert ratio.lower * ratio.upper == rounded(16)  # symmetric in the logarithm
+    assert ratio.alike_lower * ratio.alike_upper == rounded(16)  # symmetric in the logarithm
     assert ratio.d == rounded(math.log(4) / (math.log(4) / math.sqrt(2)))
     assert paired_effect({0: 0.0}, {0: 1.0}, ratio=True) is None
 

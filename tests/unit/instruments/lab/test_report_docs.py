@@ -90,7 +90,7 @@ def figures(kept, tmp_path_factory):
                 *foreseen,
                 *settings,
             ],
-            ends=[end for effect in effects + others for end in (effect.lower, effect.upper)] + foreseen,
+            ends=[end for effect in effects + others for end in (effect.alike_lower, effect.alike_upper)] + foreseen,
         )
     return numbers
 

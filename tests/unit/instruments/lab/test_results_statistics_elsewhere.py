@@ -35,7 +35,7 @@ def test_paired_differences_are_scipys():
     other = stats.ttest_rel(ARM, CONTROL)
     interval = other.confidence_interval(0.95)
     assert effect.p == rounded(other.pvalue, 5000)  # a tail of t magnifies the roundings of the statistic
-    assert [effect.lower, effect.upper] == rounded([interval.low, interval.high], 500)
+    assert [effect.alike_lower, effect.alike_upper] == rounded([interval.low, interval.high], 500)
     assert effect.p == printed(0.6536069, 7)  # DescrStatsW(arm - control).ttest_mean(0)
 
 
@@ -80,7 +80,7 @@ def test_the_mixed_regression_is_statsmodels():
 def test_the_trends_interval_is_that_of_its_degrees_of_freedom():
     fit, effect = mixed_regression(SEEDS, DOSES, REWARDS), trend_effect(SEEDS, DOSES, REWARDS)
     interval = stats.t(17 - 5 - 1, loc=fit.slope, scale=fit.error).interval(0.95)
-    assert [effect.lower, effect.upper] == rounded(list(interval), 500)
+    assert [effect.alike_lower, effect.alike_upper] == rounded(list(interval), 500)
 
 
 @pytest.mark.parametrize(("horizon", "expected"), [(100.0, 81.2), (200.0, 138.342857)])
