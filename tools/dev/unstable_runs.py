@@ -38,7 +38,11 @@ def judged(file: Path) -> list[tuple[RecordedRun, Finding, str]]:
     for run in read_packed(file):
         finding = find(run.name, run.records, run.recipe)
         named = [suspect.name for suspect in finding.suspects[:2]]
-        right = "yes" if (SUSPECTS[run.cause] in named if run.cause else finding.is_healthy) else "no"
+        right = (
+            "yes"
+            if (SUSPECTS[run.cause] in " or ".join(named).split(" or ") if run.cause else finding.is_healthy)
+            else "no"
+        )
         rows.append((run, finding, "unharmed" if run.cause and finding.is_healthy else right))
     return rows
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_rl.config.monitor import mismatch_has_updates
 from megatron_rl.instruments.why.departures import AFTER, WATCHED, Change, Records
-from megatron_rl.monitor.alarms import REWARD, learned_by_heart
+from megatron_rl.monitor.alarms import HELD_OUT, REWARD, learned_by_heart
 
 Recipe = Mapping[str, Any]
 FIRST = 10  # records that say what a run was like at its start
@@ -26,6 +26,7 @@ UP, DOWN = True, False
 DIRECTIONS = {metric: watched.direction >= 0 for metric, watched in WATCHED.items()}
 HIGHEST = 0.9  # rates above this share of the highest one count as the highest
 STRONGEST = 10.0  # a departure counts no more than this many times the least one
+OPEN = 1.6  # weight of a cause that is seen only by what is not: a departure of a cause's own weighs more
 UPDATE, KL, RHO = "noise/relative_update", "actor/ppo_kl", "mismatch/rho_std"
 LENGTH, CUT = "response_length/mean", "response_length/clip_ratio"
 
@@ -251,25 +252,36 @@ def _data(case: Case) -> Seen | None:
     return Seen((gap / SAFE_GAP) ** 2, text)
 
 
+def _objective(case: Case) -> Seen | None:
+    """A reward that goes down by and by, before any measure of another cause departs."""
+    fell = case.departed(REWARD, DOWN) or case.departed(HELD_OUT, DOWN)
+    if fell is None or case.changed or any(c.step < fell.step for c in case.changes if c.metric in CAUSAL):
+        return None
+    if (case.at_the_highest_rate(UPDATE) or 0.0) > SAFE_UPDATE or ((at_once := _reward(case)) and at_once.excess > 1):
+        return None
+    text = f"{fell.metric} falls from {two(fell.before)} to {two(fell.after)} from step {fell.step} on, and no other "
+    text += "measure of a cause left its stretch before: updates of the usual size push elsewhere (advantages, their "
+    text += "signs or order, loss, answers, a judge that drifts)"
+    return Seen(OPEN, text, always=True)
+
+
 def _length(case: Case) -> Seen | None:
-    """Responses that grow, or that are cut at a limit."""
-    near = Case(case.until_sign, {})
+    """Responses that grow, or that are cut at a limit, before the reward falls."""
+    fell = case.departed(REWARD, DOWN)
+    near = Case([r for r in case.until_sign if fell is None or r["step"] < fell.step + AFTER], {})
     lengths, cut = near.values(LENGTH), near.values(CUT)
     if len(lengths) < FIRST:
         return None
     growth = _highest(lengths) / max(median(lengths[:3]), 1e-9)
     share = _highest(cut)
     shares = f"{share:.0%} were cut at the limit" if cut else "how many were cut is not known"
-    at = next((c.step for c in case.changes if c.metric == LENGTH), None)
-    follows = at is not None and case.collapse is not None and at > case.collapse
-    against = (f"they changed from step {at} on, after the reward fell",) if follows else ()
-    excess = max(growth / SAFE_LENGTH, share / SAFE_TRUNCATED) * (0.5 if follows else 1.0)
+    excess = max(growth / SAFE_LENGTH, share / SAFE_TRUNCATED)
     if growth >= SAFE_LENGTH:
         text, test = f"responses grew to {growth:.2g} times their first length; {shares}", ()
     else:
         text = f"responses do not end by themselves; {shares}: a shorter limit, or an end token that is lost"
         test = ("rollout.max_response_length=…", "rollout.stop_token_ids=null")
-    return Seen(excess, text, (), against, test, always=True)
+    return Seen(excess, text, test=test, always=True)
 
 
 def _highest(values: Sequence[float]) -> float:
@@ -315,7 +327,9 @@ PARITY = (
 
 @dataclass(frozen=True)
 class Cause:
-    """A row of the table. ``measures``: metrics whose departure is this cause's own, ``told`` with it."""
+    """A row of the table. ``measures``: metrics whose departure is this cause's own, ``told`` with it. ``hides``: the
+    cause that looks the same where its measures are not in the log.
+    """
 
     name: str
     keys: str
@@ -324,6 +338,7 @@ class Cause:
     measures: tuple[str, ...] = ()
     told: str = ""
     apart: str = ""
+    hides: str = ""
 
 
 # What is seen of a cause, what speaks for it, and what undoes it or tells it from its neighbours.
@@ -378,6 +393,15 @@ CAUSES = (
         ("reward.name=…",),
         apart="a judge that fails lowers `val/reward/mean` at the next validation, too; wrong answers in the data "
         "alone do not. `megatron-rl run samples RUN` shows responses with what they earned",
+        hides="mismatch",
+    ),
+    Cause(
+        "objective or reward",
+        "objective reward.name data.train",
+        _objective,
+        apart="`megatron-rl run samples RUN` shows whether right answers earn more (judge, answers); `megatron-rl "
+        "batch replay RUN --step {step}` makes the update again: the right answers of its batch must become likelier",
+        hides="mismatch",
     ),
     Cause("data", "data.train", _data, ("data.train=…",)),
     Cause("length", "rollout.max_response_length rollout.stop_token_ids reward", _length, _penalty_on_length),
@@ -407,6 +431,9 @@ CAUSES = (
 )
 
 
+CAUSAL = {metric for cause in CAUSES for metric in cause.measures} | {"actor/entropy", LENGTH, CUT}
+
+
 def suspects(case: Case) -> list[Suspect]:
     """The causes that the run suspects, the furthest first."""
     found = [suspect for cause in CAUSES if (suspect := _suspect(cause, case)) is not None]
@@ -434,8 +461,13 @@ def _suspect(cause: Cause, case: Case) -> Suspect | None:
         )
     if seen is None:
         return None
-    supports = seen.supports if seen.always else (*seen.supports, "by a constant of tiny models")
-    return Suspect(cause.name, keys, seen.text, seen.excess, supports, seen.contradicts, seen.test or test, cause.apart)
+    name, supports = cause.name, seen.supports if seen.always else (*seen.supports, "by a constant of tiny models")
+    for other in CAUSES:
+        if other.name == cause.hides and not any(map(case.values, other.measures)):
+            name, keys = f"{name} or {other.name}", (*keys, *other.keys.split())
+            supports += (f"{' and '.join(other.measures)} is not measured, and {other.told} would look the same",)
+    apart = cause.apart.replace("{step}", str(case.sign))
+    return Suspect(name, keys, seen.text, seen.excess, supports, seen.contradicts, seen.test or test, apart)
 
 
 def two(value: float) -> str:

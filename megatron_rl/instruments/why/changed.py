@@ -126,11 +126,12 @@ def _json(path: Path) -> Any:
         return {}
 
 
-def comparison(run: RunDirectory, other: RunDirectory) -> list[str]:
-    """The page of `run why RUN --against GOOD`: keys, files and versions in which two runs differ in the end."""
-    events = [e for e in changed_keys(read_recipe(other.recipe), read_recipe(run.recipe), None) if e.weight != "none"]
+def differing(run: RunDirectory, other: RunDirectory, step: int) -> tuple[Event, ...]:
+    """The keys, files and versions in which a run differs from another one in the end, as changes at ``step``.
+
+    Other seeds are no cause: two runs of one recipe have them.
+    """
+    events = changed_keys(read_recipe(other.recipe), read_recipe(run.recipe), step)
     ends = [_starts_of(directory)[-1:] for directory in (other, run)]
-    events += _environment(*(end for (end,) in ends), None) if all(ends) else []
-    lines = [f"{run.root} against {other.root}:", "", "Keys, files and versions that differ (there → here):"]
-    lines += [f"  {event.kind:<12}{event}" for event in events] or ["  none that is on disk"]
-    return [*lines, "", f"Their curves, over each other: megatron-rl run plot {run.root} {other.root}"]
+    events += _environment(*(end for (end,) in ends), step) if all(ends) else []
+    return tuple(event for event in events if event.weight != "none" and event.key.split(".")[-1] != "seed")

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def add_why(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="Read this run directory, or another project's log.")
     parser.add_argument(
-        "--against", type=Path, metavar="GOOD", help="Print in what RUN differs from this run: keys, files, versions."
+        "--against", type=Path, metavar="GOOD", help="Explain RUN by what differs from this run: keys, files, curves."
     )
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a page.")
     add_overrides(parser)
@@ -56,10 +56,10 @@ def run_why(options: argparse.Namespace) -> int:
 
     Signs are the alarms in force and a collapse of the reward. What somebody changed before the first sign comes first,
     then causes whose own measure departed in time. Where none fits the page says so. A run without a sign has no
-    suspects. --against compares with a run of megatron-rl: keys, files, versions.
+    suspects. --against holds a run against a good one: keys, files and versions that differ, then curves, in order.
     """
     from megatron_rl.instruments.foreign.read import read_run
-    from megatron_rl.instruments.why.changed import comparison, history_of
+    from megatron_rl.instruments.why.changed import differing, history_of
     from megatron_rl.instruments.why.onset import begins_at_start, find, page
     from megatron_rl.run.identity import read_recipe
 
@@ -69,16 +69,15 @@ def run_why(options: argparse.Namespace) -> int:
         raise InputError(f"{options.run}: no step is recorded yet")
     if run.is_own and options.overrides:
         raise InputError("--set: a run of megatron-rl has its recipe; --set is for logs of other projects")
-    if options.against is not None:
-        good = read_run(options.against)
-        if not (run.is_own and good.is_own):
-            raise InputError("--against: both runs must be run directories of megatron-rl")
-        there = options.against.parent if options.against.is_file() else options.against
-        print(printable("\n".join(comparison(RunDirectory(folder), RunDirectory(there)))))
-        return EXIT_DONE
     recipe = read_recipe(RunDirectory(folder).recipe) if run.is_own else recipe_of_overrides(options.overrides)
     history = history_of(RunDirectory(folder), run.records) if run.is_own else ()
-    finding = find(str(folder), run.records, recipe, history)
+    good = None if options.against is None else read_run(options.against)
+    if good is not None and run.is_own and good.is_own:
+        there = options.against.parent if options.against.is_file() else options.against
+        own = {event.key for event in history}
+        others = differing(RunDirectory(folder), RunDirectory(there), int(run.records[0]["step"]))
+        history = (*(event for event in others if event.key not in own), *history)
+    finding = find(str(folder), run.records, recipe, history, None if good is None else good.records)
     lacks = {} if run.is_own else lacking(run, recipe)
     if options.json:
         print(json.dumps(finding.as_json() | lacks, indent=2))

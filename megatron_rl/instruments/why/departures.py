@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise, product
 from statistics import median
 from typing import Literal
 
@@ -21,6 +21,7 @@ AFTER = 3  # and from it on; two where the log ends
 BASELINE = 12  # newest records before a departure that it is held against
 SLOW = 6  # records before a departure that are left out where a metric moves slowly
 OUTSIDE = 1.5  # times the distance from the trend that the records before had
+TOGETHER = 6  # records for which a metric differs from that of another run
 
 
 @dataclass(frozen=True)
@@ -91,18 +92,7 @@ def departure(
     Values that are not finite count as larger than every other.
     """
     watched = watched or WATCHED[metric]
-    known = [value for value in values if math.isfinite(value)]
-    if not known:
-        return None
-    top = max(known)
-    x = [value if math.isfinite(value) else top + abs(top) + 1.0 for value in map(float, values)]
-    least = watched.least * (max(map(abs, known)) if watched.scale == "level" else 1.0)
-    y = x
-    if watched.scale == "factor":
-        positive = [value for value in x if value > 0]
-        if not positive:
-            return None
-        y, least = [math.log(max(value, min(positive) / watched.least)) for value in x], math.log(watched.least)
+    x, y, least = _scaled(values, watched)
     for at in range(BEFORE, len(y) - 1):
         if not (first <= steps[at] <= last and least > 0):
             continue
@@ -115,6 +105,18 @@ def departure(
             before, after = median(x[max(0, at - BASELINE) : at]), median(x[at : at + 2 * AFTER])
             return Change(metric, int(steps[at]), before, after, margin)
     return None
+
+
+def _scaled(values: Sequence[float], watched: Watched) -> tuple[list[float], list[float], float]:
+    """Finite values, these on the metric's scale, and the least departure on it: 0 where nothing can depart."""
+    known = [value for value in values if math.isfinite(value)]
+    top = max(known, default=0.0)
+    x = [value if math.isfinite(value) else top + abs(top) + 1.0 for value in map(float, values)]
+    if watched.scale != "factor":
+        return x, x, watched.least * (max(map(abs, known), default=0.0) if watched.scale == "level" else 1.0)
+    positive = [value for value in x if value > 0]
+    floor = min(positive, default=1.0) / watched.least
+    return x, [math.log(max(value, floor)) for value in x], math.log(watched.least) if positive else 0.0
 
 
 def _margin(y: Sequence[float], at: int, least: float, watched: Watched) -> float:
@@ -138,4 +140,33 @@ def departures(records: Records, first: int, last: int) -> tuple[Change, ...]:
         rows = [(int(record["step"]), float(record[metric])) for record in records if metric in record]
         change = departure(metric, *zip(*rows, strict=True), first, last) if rows else None
         found += [] if change is None else [change]
+    return tuple(sorted(found, key=lambda change: change.step))
+
+
+def differences(records: Records, good: Records) -> tuple[Change, ...]:
+    """Where each watched metric left that of the same steps of another run, the earliest first.
+
+    It differs from the first step on from which `TOGETHER` records do, in the median by more than counts, and than the
+    other run moves from one record to the next; one of six may differ by less than half of that. ``before``: the level
+    of the other run.
+    """
+    found = []
+    for metric, watched in WATCHED.items():
+        there = {int(r["step"]): r[metric] for r in good if metric in r}
+        rows = [
+            (int(r["step"]), r[metric], there[int(r["step"])]) for r in records if metric in r and r["step"] in there
+        ]
+        if len(rows) < AFTER:
+            continue
+        steps, ours, others = zip(*rows, strict=True)
+        x, y, least = _scaled([*ours, *others], watched)
+        ours, others, num = y[: len(rows)], y[len(rows) :], min(TOGETHER, len(rows) // 2 + 1)
+        least = max(least * (1 + watched.drifts), 2 * median(abs(b - a) for a, b in pairwise(others)))
+        signs = (watched.direction,) if watched.direction else (1, -1)
+        for at, sign in product(range(len(rows) - num + 1), signs if least else ()):
+            apart = [sign * (a - b) for a, b in zip(ours[at : at + num], others[at : at + num], strict=True)]
+            if min(apart[0], sorted(apart)[num // TOGETHER]) > least / 2 and median(apart) > least:
+                levels = (median(x[first + at : first + at + num]) for first in (len(rows), 0))
+                found.append(Change(metric, steps[at], *levels, median(apart) / least))
+                break
     return tuple(sorted(found, key=lambda change: change.step))

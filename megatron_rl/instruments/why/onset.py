@@ -8,6 +8,7 @@ no verdict: an experiment that undoes it decides.
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,12 +21,21 @@ from megatron_rl.checkpoint.manifest import newest_checkpoint
 from megatron_rl.config.monitor import RISKS
 from megatron_rl.instruments.why.causes import Case, Suspect, suspects, two
 from megatron_rl.instruments.why.changed import Event
-from megatron_rl.instruments.why.departures import AFTER, BEFORE, WATCHED, Change, departures
-from megatron_rl.monitor.alarms import REWARD, Alarms, CollapseRule, completed, first_collapse, learned_by_heart
+from megatron_rl.instruments.why.departures import AFTER, BEFORE, WATCHED, Change, Records, departures, differences
+from megatron_rl.monitor.alarms import (
+    HELD_OUT,
+    REWARD,
+    Alarms,
+    CollapseRule,
+    completed,
+    first_collapse,
+    learned_by_heart,
+)
 from megatron_rl.monitor.run_directory import RunDirectory
 
 AHEAD = 20  # records before the first sign in which a departure counts as the onset
 AFTERWARDS = 20  # records beyond it that are looked at: what comes later is a consequence
+LEVEL = 6  # records whose mean is a level of the reward
 DECIDES = ("recipe", "file")  # kinds of changes
 AT_ONCE = 10.0  # weight of a change that the first departure follows within `AFTER` records
 
@@ -45,7 +55,8 @@ class Finding:
 
     ``changes``: departures. ``history``: what somebody changed. ``unmeasured``: watched metrics that the records lack.
     ``rises``: whether the reward ended above where it began; None where that is not known. ``since``: the step of the
-    first record in which a departure counts, `AHEAD` records before the sign.
+    first record in which a departure counts, `AHEAD` records before the sign. ``is_compared``: departures are those
+    from the curves of another run.
     """
 
     run: str
@@ -58,6 +69,7 @@ class Finding:
     unmeasured: tuple[str, ...] = ()
     rises: bool | None = None
     since: int | None = None
+    is_compared: bool = False
 
     @property
     def is_healthy(self) -> bool:
@@ -98,16 +110,24 @@ def find(
     records: Sequence[Mapping[str, float]],
     recipe: Mapping[str, Any],
     history: Sequence[Event] = (),
+    good: Records | None = None,
 ) -> Finding:
-    """What happened to a run, from its ``records``, its ``recipe`` as plain values, and what ``changed`` has of it."""
+    """What happened to a run, from its ``records``, its ``recipe`` as plain values, and what ``changed`` has of it.
+
+    ``good``: the records of a run that it is held against, instead of its own healthy stretch.
+    """
     records = completed(records)
+    compared = () if good is None else differences(records, completed(good))
     collapse = first_collapse(records, CollapseRule())
     steps = sorted({int(record["step"]) for record in records if len(record) > 1})
     present = {metric for record in records for metric in record}
     unmeasured = tuple(metric for metric in WATCHED if metric not in present)
-    seen = Finding(
-        name, _num_steps(records), collapse, _signs(records, recipe, collapse), (), (), tuple(history), unmeasured
-    )
+    signs = _signs(records, recipe, collapse)
+    if lower := [c for c in compared if c.metric in (REWARD, HELD_OUT)]:
+        text = f"{lower[0].metric} is {two(lower[0].after)}, and {two(lower[0].before)} in the other run"
+        signs = (Sign("below-the-other", lower[0].step, text), *signs)
+    seen = Finding(name, _num_steps(records), collapse, signs, compared, (), tuple(history), unmeasured)
+    seen = replace(seen, is_compared=good is not None)
     sign = seen.first_sign
     if sign is None:
         return replace(seen, rises=_rises(records))
@@ -115,7 +135,12 @@ def find(
     first, last = steps[max(0, at - AHEAD)], steps[min(len(steps) - 1, at + AFTERWARDS)]
     if seen.changed_at is not None:
         first = min(first, seen.changed_at)
-    seen = replace(seen, changes=departures(records, first, last), since=first)
+    if good is None:
+        changes = departures(records, first, last)
+        if not any(c.metric == REWARD for c in changes) and (fell := _lasting_fall(records)) is not None:
+            changes = tuple(sorted((*changes, fell), key=lambda change: change.step))
+        seen = replace(seen, changes=changes)
+    seen = replace(seen, since=first)
     changed = [event.key for event in history if event.weight == "strong" and (event.step or 0) <= sign]
     case = Case(records, recipe, sign, collapse, [c for c in seen.changes if c.step >= (seen.changed_at or 0)], changed)
     return replace(seen, suspects=_ranked(_made(seen, steps), suspects(case)))
@@ -159,7 +184,25 @@ def _signs(records: Sequence[Mapping[str, float]], recipe: Mapping[str, Any], co
     elif (step := learned_by_heart(records)) is not None:
         text = "the held-out reward fell while the training reward stayed near its best"
         first.setdefault("learned-by-heart", Sign("learned-by-heart", step, text))
+    if first.keys() <= RISKS and (fell := _lasting_fall(records)) is not None:
+        first["reward-fell"] = Sign("reward-fell", fell.step, "the reward lost a fifth, and did not come back")
     return tuple(sorted(first.values(), key=lambda sign: sign.step))
+
+
+def _lasting_fall(records: Sequence[Mapping[str, float]]) -> Change | None:
+    """Where the reward (mean of six) is a fifth of its range below what it was before, by five standard errors, and
+    stays a tenth below for 20 records or to the end; None where there is none.
+    """
+    rows = [(int(r["step"]), float(r[REWARD])) for r in records if math.isfinite(r.get(REWARD, math.nan))]
+    values = [value for _, value in rows]
+    means = [sum(values[i : i + LEVEL]) / LEVEL for i in range(len(values) - LEVEL + 1)]
+    for at in range(LEVEL, len(values) - 2 * LEVEL + 1):
+        before, noise = means[at - LEVEL], median(abs(b - a) for a, b in pairwise(values[:at]))
+        size = before - min(0.0, *values[: at + LEVEL])
+        least = max(size / 5, 5 * noise * (2 / LEVEL) ** 0.5)
+        if before - means[at] > least and before - max(means[at : at + AFTERWARDS - LEVEL + 1]) > size / 10:
+            return Change(REWARD, rows[at][0], before, means[at], (before - means[at]) / least)
+    return None
 
 
 def _made(finding: Finding, steps: Sequence[int]) -> list[Suspect]:
@@ -206,9 +249,8 @@ def page(finding: Finding, run: Path | None, from_start: bool = False) -> str:
         lines.append(f"  not measured, so that nothing is said of it: {', '.join(finding.unmeasured)}")
     lines += ["", "What was seen, in order:"]
     lines += [f"  step {sign.step:>5}  {sign.name:<18}  {sign.text}" for sign in finding.signs]
-    lines += ["", "What left the run's own healthy stretch, in order:"]
-    lines += [f"  step {c.step:>5}  {c.metric:<28}{two(c.before)} → {two(c.after)}" for c in finding.changes]
-    if not finding.changes:
+    lines += ["", *_departed(finding)]
+    if not (finding.changes or finding.is_compared):
         lines.append(
             f"  nothing: no metric has {BEFORE} records before and {AFTER} after a departure, or it was there from "
             "the first records on"
@@ -231,13 +273,20 @@ def _well(finding: Finding) -> list[str]:
         lines.append(
             "The reward did not rise, either: that is no sign of harm, and none of learning (rate, signal, data)."
         )
-    return lines + (_changed(finding) if any(event.weight != "none" for event in finding.history) else [])
+    lines += _changed(finding) if any(event.weight != "none" for event in finding.history) else []
+    return [*lines, "", *_departed(finding)] if finding.is_compared else lines
+
+
+def _departed(finding: Finding) -> list[str]:
+    left = "the other run's curves (there → here)" if finding.is_compared else "the run's own healthy stretch"
+    told = [f"  step {c.step:>5}  {c.metric:<28}{two(c.before)} → {two(c.after)}" for c in finding.changes]
+    return [f"What left {left}, in order:", *(told or ["  nothing"] * finding.is_compared)]
 
 
 def _changed(finding: Finding) -> list[str]:
     """What somebody changed, beside the step of the first departure."""
     told = [event for event in finding.history if event.weight != "none" or event.kind == "resume"]
-    lines = ["", "What changed, and when:"]
+    lines = ["", "What differs from the other run, and changed:" if finding.is_compared else "What changed, and when:"]
     lines += [f"  step {'?' if e.step is None else e.step:>5}  {e.kind:<12}{e}" for e in told]
     lines += [] if told else ["  nothing that is on disk"]
     if not finding.is_healthy:

@@ -36,7 +36,7 @@ def false_findings(shape, sizes, studies, random):
 
 
 def coverage(shape, seeds, studies, random):
-    """The share of studies of an arm and a steady control whose interval holds the true difference, and of those told."""
+    """The share of studies of an arm and a steady control whose interval holds the true difference; of those told."""
     draw, mean = SHAPES[shape]
     held = told = 0
     for _ in range(studies):
@@ -62,4 +62,5 @@ if __name__ == "__main__":
         generator = np.random.default_rng(0)
         once = {n: f"{false_findings(name, (n,), 2000, generator):.1%}" for n in SEEDS[:5]}
         looks = f"{false_findings(name, LOOKS, 2000, generator):.1%}"
-        print(name, "false", once, "at looks", looks, "held, told", {n: coverage(name, n, 2000, generator) for n in SEEDS})
+        held = {n: coverage(name, n, 2000, generator) for n in SEEDS}
+        print(name, "false", once, "at looks", looks, "held, told", held)

@@ -65,6 +65,7 @@ PLANTED = {
     ),
     "overflow": ({"actor__update_skipped": 1.0}, {}),
     "reward": ({"critic__rewards__mean": falls(30, 1)}, {}),
+    "objective or reward": ({"critic__rewards__mean": falls(30, 25)}, {}),
     "data": ({"critic__rewards__mean": lambda s: SLOWLY(s) / 5, "val__reward__mean": 0.7}, {}),
     "length": ({"critic__rewards__mean": SLOWLY, "response_length__mean": lambda s: 10.0 + s}, {}),
     "temperature": ({"critic__rewards__mean": SLOWLY}, {"rollout": {"temperature": 0.3}}),
@@ -97,19 +98,11 @@ def test_every_cause_is_held_by_a_planted_one():
     assert {cause.name for cause in CAUSES} == {*PLANTED, "staleness", "dose of mismatch"}
 
 
-@pytest.mark.parametrize(
-    ("changed", "first"),
-    [
-        ({"critic__rewards__mean": falls(25, 20), "actor__grad_norm": lambda s: 0.5 if s < 23 else 9.0}, "grad_norm"),
-        ({"critic__rewards__mean": falls(25, 20)}, "rewards/mean"),
-    ],
-)
-def test_where_no_suspect_fits_the_earliest_departure_is_told(changed, first):
-    finding = find("run", records(**changed), {})
+def test_where_no_suspect_fits_the_earliest_departure_is_told():
+    finding = find("run", records(actor__grad_norm=lambda s: 0.5 if s < 23 else 19.0), {})
     assert finding.suspects == ()
     said = page(finding, None)
-    assert "no suspect fits; the earliest departure is " in said
-    assert first in said.partition("the earliest departure is ")[2].splitlines()[0]
+    assert "no suspect fits; the earliest departure is actor/grad_norm at step 23" in said
     assert "not measured, so that nothing is said of it: " in said
     assert "router/agree_frac" in said
 
