@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from megatron_rl.config.monitor import mismatch_has_updates
-from megatron_rl.instruments.why.departures import AFTER, WATCHED, Change, Records
+from megatron_rl.instruments.why.departures import AFTER, FAILURES, WATCHED, Change, Records
 from megatron_rl.monitor.alarms import HELD_OUT, REWARD, learned_by_heart
 
 Recipe = Mapping[str, Any]
@@ -26,8 +26,9 @@ UP, DOWN = True, False
 DIRECTIONS = {metric: watched.direction >= 0 for metric, watched in WATCHED.items()}
 HIGHEST = 0.9  # rates above this share of the highest one count as the highest
 STRONGEST = 10.0  # a departure counts no more than this many times the least one
-OPEN = 1.6  # weight of a cause that is seen only by what is not: a departure of a cause's own weighs more
+OPEN = 1.6  # weight of a cause that is seen only by what is not
 UPDATE, KL, RHO = "noise/relative_update", "actor/ppo_kl", "mismatch/rho_std"
+GRADIENT = "actor/grad_norm"
 LENGTH, CUT = "response_length/mean", "response_length/clip_ratio"
 
 # Constants of tiny models, for a run that was never well: above all of the healthy runs, rounded up.
@@ -128,10 +129,7 @@ class Case:
 
 def _rate(case: Case) -> Seen | None:
     kl, size = case.at_the_highest_rate(KL) or 0.0, case.at_the_highest_rate(UPDATE)
-    rates = case.values("actor/lr", case.sign)
     supports = (f"{KL} is {kl:.2g}",) if kl > SAFE_KL else ()
-    if rates and max(rates) > 2 * min(rates) > 0:
-        supports += (f"actor/lr rose from {min(rates):.2g} to {max(rates):.2g} before the first sign",)
     if size is not None:
         # Only what is too large by itself is weighed.
         weight = math.sqrt(max(kl / SAFE_KL, 1.0)) if size > SAFE_UPDATE else 1.0
@@ -253,15 +251,24 @@ def _data(case: Case) -> Seen | None:
 
 
 def _objective(case: Case) -> Seen | None:
-    """A reward that goes down by and by, before any measure of another cause departs."""
-    fell = case.departed(REWARD, DOWN) or case.departed(HELD_OUT, DOWN)
-    if fell is None or case.changed or any(c.step < fell.step for c in case.changes if c.metric in CAUSAL):
+    """A reward that goes down by and by, or gradients or updates that grow, before another cause's measure departs."""
+    measures = ((REWARD, DOWN, 1), (HELD_OUT, DOWN, 1), (GRADIENT, UP, JUMP), (UPDATE, UP, JUMP))
+    moved = [(case.departed(metric, up), least) for metric, up, least in measures]
+    moved = [change for change, least in moved if change is not None and change.margin >= least]
+    first = min(moved, key=lambda change: change.step, default=None)
+    if first is None or case.changed:
         return None
-    if (case.at_the_highest_rate(UPDATE) or 0.0) > SAFE_UPDATE or ((at_once := _reward(case)) and at_once.excess > 1):
+    is_large = (case.at_the_highest_rate(UPDATE) or 0.0) > SAFE_UPDATE and first.metric != UPDATE
+    before = any(change.step <= first.step for change in case.changes if change.metric in CAUSAL - {UPDATE, KL})
+    if is_large or before or ((at_once := _reward(case)) and at_once.excess > 1):
         return None
-    text = f"{fell.metric} falls from {two(fell.before)} to {two(fell.after)} from step {fell.step} on, and no other "
-    text += "measure of a cause left its stretch before: updates of the usual size push elsewhere (advantages, their "
-    text += "signs or order, loss, answers, a judge that drifts)"
+    text = (
+        f"{first.metric} goes from {two(first.before)} to {two(first.after)} at step {first.step}, before any measure "
+    )
+    text += (
+        "of another cause: updates push elsewhere, or are larger at the same rate (loss, advantages, their signs or "
+    )
+    text += "order, optimizer, answers, a judge that drifts)"
     return Seen(OPEN, text, always=True)
 
 
@@ -277,7 +284,9 @@ def _length(case: Case) -> Seen | None:
     shares = f"{share:.0%} were cut at the limit" if cut else "how many were cut is not known"
     excess = max(growth / SAFE_LENGTH, share / SAFE_TRUNCATED)
     if growth >= SAFE_LENGTH:
-        text, test = f"responses grew to {growth:.2g} times their first length; {shares}", ()
+        text = f"responses grew to {growth:.2g} times their first length; {shares}"
+        buffer = max(1, int(case.setting("rollout.max_response_length", 16)) // 4)
+        test: tuple[str, ...] = (f"reward.overlong={{buffer: {buffer}}}",)
     else:
         text = f"responses do not end by themselves; {shares}: a shorter limit, or an end token that is lost"
         test = ("rollout.max_response_length=…", "rollout.stop_token_ids=null")
@@ -287,10 +296,6 @@ def _length(case: Case) -> Seen | None:
 def _highest(values: Sequence[float]) -> float:
     """The highest median of five neighbours."""
     return max((median(values[i : i + 5]) for i in range(len(values) - 4)), default=0.0)
-
-
-def _penalty_on_length(case: Case) -> tuple[str, ...]:
-    return (f"reward.overlong={{buffer: {max(1, int(case.setting('rollout.max_response_length', 16)) // 4)}}}",)
 
 
 def _temperature(case: Case) -> Seen | None:
@@ -314,10 +319,6 @@ def _jump(case: Case) -> Seen | None:
     return Seen(change.margin, text, always=True)
 
 
-def _no_constant(case: Case) -> None:
-    return None
-
-
 PARITY = (
     "`rollout.verify_refit: true` compares the engine's weights after each refit; `megatron-rl parity RUN` its "
     "operators with the learner's; `megatron-rl batch attribute RUN --step {step}` the scores of a recorded batch. "
@@ -328,17 +329,19 @@ PARITY = (
 @dataclass(frozen=True)
 class Cause:
     """A row of the table. ``measures``: metrics whose departure is this cause's own, ``told`` with it. ``hides``: the
-    cause that looks the same where its measures are not in the log.
+    cause that looks the same where its measures are not in the log. ``setting``: the measure that somebody sets: the
+    others follow other causes, too, where it is known to be as before.
     """
 
     name: str
     keys: str
-    constant: Callable[[Case], Seen | None]
+    constant: Callable[[Case], Seen | None] | None
     test: tuple[str, ...] | Callable[[Case], tuple[str, ...]] = ()
     measures: tuple[str, ...] = ()
     told: str = ""
     apart: str = ""
     hides: str = ""
+    setting: str = ""
 
 
 # What is seen of a cause, what speaks for it, and what undoes it or tells it from its neighbours.
@@ -350,6 +353,7 @@ CAUSES = (
         _third_of_the_rate,
         (UPDATE, "actor/lr", KL),
         "updates are too large",
+        setting="actor/lr",
     ),
     Cause("updates a batch", "batch.minibatches", _updates, ("batch.minibatches=1",)),
     Cause(
@@ -369,7 +373,7 @@ CAUSES = (
     Cause(
         "mismatch",
         "rollout precision routing",
-        _no_constant,
+        None,
         ("rollout.engine=exact",),
         (RHO,),
         "engine and learner no longer agree: the engine has other weights (old, or a wrong tensor), or its "
@@ -391,6 +395,8 @@ CAUSES = (
         "reward.name data.train",
         _reward,
         ("reward.name=…",),
+        FAILURES,
+        "its function or judge fails",
         apart="a judge that fails lowers `val/reward/mean` at the next validation, too; wrong answers in the data "
         "alone do not. `megatron-rl run samples RUN` shows responses with what they earned",
         hides="mismatch",
@@ -404,7 +410,7 @@ CAUSES = (
         hides="mismatch",
     ),
     Cause("data", "data.train", _data, ("data.train=…",)),
-    Cause("length", "rollout.max_response_length rollout.stop_token_ids reward", _length, _penalty_on_length),
+    Cause("length", "rollout.max_response_length rollout.stop_token_ids reward", _length),
     Cause("temperature", "rollout.temperature", _temperature, ("rollout.temperature=1",)),
     Cause(
         "routing",
@@ -423,7 +429,7 @@ CAUSES = (
     Cause(
         "no signal",
         "data.train batch.filter_groups rollout.num_samples reward.name",
-        _no_constant,
+        None,
         ("batch.filter_groups=true",),
         ("groups/no_signal_frac",),
         "all responses to a prompt earn the same: nothing is left to learn from",
@@ -441,15 +447,15 @@ def suspects(case: Case) -> list[Suspect]:
 
 
 def _suspect(cause: Cause, case: Case) -> Suspect | None:
-    seen, keys = cause.constant(case), tuple(cause.keys.split())
+    seen, keys = cause.constant and cause.constant(case), tuple(cause.keys.split())
     test = cause.test(case) if callable(cause.test) else cause.test
     is_changed = any(key.startswith(own) or own.startswith(key) for key in case.changed for own in keys)
     # What was as high before a change of something else did no harm then.
     if seen is not None and not (seen.excess > 1 and (seen.always or is_changed or not case.changed)):
         seen = None
-    moved = [
-        change for measure in cause.measures if (change := case.departed(measure, DIRECTIONS[measure])) is not None
-    ]
+    moved = [c for measure in cause.measures if (c := case.departed(measure, DIRECTIONS[measure])) is not None]
+    if cause.setting and case.values(cause.setting) and cause.setting not in {change.metric for change in moved}:
+        moved = []
     if moved:
         first = min(moved, key=lambda change: change.step)
         text = f"{cause.told}: {first.metric} goes from {two(first.before)} to {two(first.after)} at step {first.step}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
-from megatron_rl.arguments import COUNT, SHARE, add_overrides
+from megatron_rl.arguments import add_overrides
 from megatron_rl.config import yaml12
 from megatron_rl.config.monitor import AlarmRule, MonitorConfig, level_rules
 from megatron_rl.errors import EXIT_DONE, InputError, printable
@@ -29,6 +29,8 @@ from megatron_rl.monitor.alarms import (
     score_run,
     score_set,
 )
+
+HORIZON = 200  # steps before a collapse within which a warning is right
 
 if TYPE_CHECKING:
     from megatron_rl.instruments.foreign.read import Run
@@ -136,49 +138,33 @@ def add_score_alarms(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="Take the rules of this recipe, or of this YAML list (default: each run's own).",
     )
-    parser.add_argument(
-        "--metric", default=CollapseRule.metric, help="Look for a collapse of this metric (default: %(default)s)."
-    )
-    parser.add_argument(
-        "--drop",
-        type=SHARE,
-        default=CollapseRule.drop,
-        help="Call it a collapse from this share below the highest value on (default: %(default)s).",
-    )
-    parser.add_argument(
-        "--horizon",
-        type=COUNT,
-        default=200,
-        help="Call a warning right if it comes at most this number of steps before a collapse.",
-    )
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
 
 
 def run_score_alarms(options: argparse.Namespace) -> int:
     """Compare alarm rules on finished runs: lead time before a collapse, missed collapses, false alarms.
 
-        megatron-rl run score-alarms RUN [RUN ...] [--rules FILE] [--metric NAME] [--drop 0.5] [--horizon 200] [--json]
+        megatron-rl run score-alarms RUN [RUN ...] [--rules FILE] [--json]
 
     RUN is a run directory (or its metrics.jsonl), or a log of verl, slime, miles, NeMo-RL, prime-rl or TRL
     (docs/coming-from.md). The rules are those of --rules (a recipe, or a YAML list of rules), else those that were in
     force in each run: its recipe's, the built-in ones and those on levels; a log of another project has the last. RUN
     may also be a file of packed runs (docs/lab/runs/*.xz); the table then has the two halves on which the rules on
-    levels were set and judged. A collapse is the first step from which the metric (median of 5) has lost, for 5 steps,
-    the share --drop of its range, or two validations have. A rule that goes off within --horizon steps before it was
-    right; earlier, or in a run that never collapses, it was false.
+    levels were set and judged. A collapse is the first step from which the reward (median of 5) has lost, for 5 steps,
+    half of its range, or two validations have. A rule that goes off within 200 steps before it was right; earlier, or
+    in a run that never collapses, it was false.
     """
     from megatron_rl.instruments.foreign.read import read_run
 
-    rule = CollapseRule(metric=options.metric, drop=options.drop)
     scores, logs = {}, []
     packed = [path for path in options.runs if path.suffix == ".xz"]
     for path in options.runs:
         if path in packed:
             continue
         run = read_run(path)
-        scores[str(path)] = score_run(completed(run.records), rules_of(run, options.rules), rule, options.horizon)
+        scores[str(path)] = score_run(completed(run.records), rules_of(run, options.rules), CollapseRule(), HORIZON)
         logs += [] if run.is_own else [run]
-    halves = score_packed(packed, options.rules, rule) if packed else {}
+    halves = score_packed(packed, options.rules) if packed else {}
     if options.json:
         table: dict[str, Any] = {name: [asdict(row) for row in rows] for name, rows in scores.items()}
         table |= {"lacks": blind(logs, options.rules)} if logs else {}
@@ -214,12 +200,14 @@ def blind(logs: list[Run], given: Path | None) -> dict[str, dict[str, str]]:
     return {str(log.path): blind_rules(log.records, rules_of(log, given)) for log in logs}
 
 
-def score_packed(files: list[Path], rules: Path | None, rule: CollapseRule) -> dict[str, SetScore]:
+def score_packed(files: list[Path], rules: Path | None) -> dict[str, SetScore]:
     """The two halves of the runs in ``files``, each distinct run once, and the score of the rules on each."""
     runs = distinct([run for file in files for run in read_packed(file)])
     own = read_rules(rules) if rules else None
     judged = [(run, Alarms.of(run.recipe).rules if own is None else own) for run in runs]
-    return {half: score_set([pair for pair in judged if pair[0].half == half], rule) for half in ("set", "judge")}
+    return {
+        half: score_set([pair for pair in judged if pair[0].half == half], CollapseRule()) for half in ("set", "judge")
+    }
 
 
 def print_halves(halves: dict[str, SetScore]) -> None:

@@ -57,12 +57,15 @@ class Watched:
     drifts: bool = False
 
 
+FAILURES = ("reward/errors", "reward/timeouts", "reward/unscored_frac")
+
 # The order is that of causes before effects: it decides nothing, and ties are told as ties.
 WATCHED = {
     "actor/lr": Watched(0, drifts=True),
     "rollout/staleness_mean": Watched(1, "level", 0.5),
     "mismatch/rho_std": Watched(1, least=4.0),
     "router/agree_frac": Watched(-1, "share", 0.05),
+    **dict.fromkeys(FAILURES, Watched(1, "level", 0.25)),
     "critic/rewards/mean": Watched(-1, "level", 0.25),
     "val/reward/mean": Watched(-1, "level", 0.25),
     "groups/no_signal_frac": Watched(1, "share", 0.3, drifts=True),

@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_rl.checkpoint.manifest import newest_checkpoint
 from megatron_rl.config.monitor import RISKS
 from megatron_rl.instruments.why.causes import Case, Suspect, suspects, two
 from megatron_rl.instruments.why.changed import Event
@@ -125,7 +124,7 @@ def find(
     signs = _signs(records, recipe, collapse)
     if lower := [c for c in compared if c.metric in (REWARD, HELD_OUT)]:
         text = f"{lower[0].metric} is {two(lower[0].after)}, and {two(lower[0].before)} in the other run"
-        signs = (Sign("below-the-other", lower[0].step, text), *signs)
+        signs = tuple(sorted((*signs, Sign("below-the-other", lower[0].step, text)), key=lambda sign: sign.step))
     seen = Finding(name, _num_steps(records), collapse, signs, compared, (), tuple(history), unmeasured)
     seen = replace(seen, is_compared=good is not None)
     sign = seen.first_sign
@@ -306,6 +305,8 @@ def _earliest(finding: Finding) -> str:
 
 def begins_at_start(finding: Finding, run: Path) -> bool:
     """Return whether no complete checkpoint of the run is at or before the onset: `run branch` starts at step 0."""
+    from megatron_rl.checkpoint.manifest import newest_checkpoint
+
     onset = finding.onset
     return onset is not None and newest_checkpoint(RunDirectory(run).checkpoints, onset) is None
 

@@ -11,7 +11,6 @@ import pytest
 
 from megatron_rl.config.learner import DetectorConfig
 from megatron_rl.instruments.why.command import score_packed
-from megatron_rl.monitor.alarms import CollapseRule
 from tests.support.tiny import REPOSITORY
 from tools.dev.family_mismatch import table as table_of_families
 from tools.dev.parity_faults import FAULTS
@@ -73,7 +72,7 @@ def test_table_of_the_rules_on_levels(page, runs):
     told = {
         row[0]: row[1:] for row in re.findall(r"^\| (set|judge) \| " + r"([^|]+) \| " * 6 + r"([^|]+) \|$", text, re.M)
     }
-    for half, score in score_packed(sorted(DOCS.glob(runs)), None, CollapseRule()).items():
+    for half, score in score_packed(sorted(DOCS.glob(runs)), None).items():
         figures = (score.runs, score.collapses, f"{score.share_noticed:.1%}", score.in_time, f"{score.median_lead:g}")
         assert told[half] == tuple(map(str, (*figures, score.healthy_steps, f"{score.false_per_thousand:.2f}")))
 

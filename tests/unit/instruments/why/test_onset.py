@@ -99,10 +99,11 @@ def test_every_cause_is_held_by_a_planted_one():
 
 
 def test_where_no_suspect_fits_the_earliest_departure_is_told():
-    finding = find("run", records(actor__grad_norm=lambda s: 0.5 if s < 23 else 19.0), {})
+    repeats = {"response__repetition_frac": lambda s: 0.0 if s < 23 else 0.5, "alarm__own": lambda s: float(s == 25)}
+    finding = find("run", records(**repeats), {})
     assert finding.suspects == ()
     said = page(finding, None)
-    assert "no suspect fits; the earliest departure is actor/grad_norm at step 23" in said
+    assert "no suspect fits; the earliest departure is response/repetition_frac at step 23" in said
     assert "not measured, so that nothing is said of it: " in said
     assert "router/agree_frac" in said
 
