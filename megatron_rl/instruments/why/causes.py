@@ -33,6 +33,7 @@ LENGTH, CUT = "response_length/mean", "response_length/clip_ratio"
 
 # Constants of tiny models, for a run that was never well: above all of the healthy runs, rounded up.
 SAFE_UPDATE = 2e-3  # change of the weights in one update, relative to them
+SAFE_STEP = 2.0  # root mean square of a weight's step, in rates: Adam's first ones have 1
 SAFE_UPDATES = 4  # updates a batch: what the recipes and the papers use
 SAFE_STALENESS = 1  # steps
 SAFE_RHO = 0.03  # before anything was learned: bf16
@@ -127,7 +128,18 @@ class Case:
         return next(fits, None)
 
 
+def _optimizer(case: Case) -> Seen | None:
+    """Weights that move further than Adam's step, which is the rate or less."""
+    moved, rate = case.at_the_highest_rate("noise/update_rms"), case.at_the_highest_rate("actor/lr")
+    if not moved or not rate:
+        return None
+    text = f"a weight moves by {moved / rate:.2g} times the rate in an update, and Adam's step is the rate at most"
+    return Seen(moved / rate / SAFE_STEP, f"{text}: weight decay, or moments that are not kept", always=True)
+
+
 def _rate(case: Case) -> Seen | None:
+    if (beyond := _optimizer(case)) and beyond.excess > 1:
+        return None
     kl, size = case.at_the_highest_rate(KL) or 0.0, case.at_the_highest_rate(UPDATE)
     supports = (f"{KL} is {kl:.2g}",) if kl > SAFE_KL else ()
     if size is not None:
@@ -355,6 +367,7 @@ CAUSES = (
         "updates are too large",
         setting="actor/lr",
     ),
+    Cause("optimizer", "learner.optimizer", _optimizer, ("learner.optimizer.weight_decay=0",)),
     Cause("updates a batch", "batch.minibatches", _updates, ("batch.minibatches=1",)),
     Cause(
         "clip range",

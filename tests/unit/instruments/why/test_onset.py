@@ -54,6 +54,10 @@ PLANTED = {
         {"noise__relative_update": 4e-3, "critic__rewards__mean": SLOWLY, "actor__entropy": lambda s: 0.3 + s / 50},
         {},
     ),
+    "optimizer": (
+        {"noise__relative_update": 4e-3, "noise__update_rms": 1e-3, "actor__lr": 1e-4, "critic__rewards__mean": SLOWLY},
+        {},
+    ),
     "updates a batch": ({"critic__rewards__mean": SLOWLY, "actor__ppo_kl": 0.1}, {"batch": {"minibatches": 8}}),
     "clip range": (
         {"critic__rewards__mean": SLOWLY},
