@@ -61,6 +61,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise InputError(f"recipe {path}:\n" + explain(error, Recipe, tree.origins)) from error
 
 
+def values_of(overrides: Sequence[str]) -> dict[str, Any]:
+    """The keys that ``overrides`` tell, as in `load_recipe`, without a recipe under them."""
+    tree = _Tree({}, {})
+    for override in overrides:
+        tree = _overridden(tree, override, Path(os.curdir))
+    return dict(tree.values)
+
+
 def _refuse_inherited_name(path: Path, values: dict[str, Any]) -> None:
     """Two recipes of one name share a run directory, and the second would go on with the run of the first."""
     own = read_yaml(path, "recipe")

@@ -83,7 +83,6 @@ class Case:
     records: Records
     recipe: Recipe
     sign: int | None = None
-    collapse: int | None = None
     changes: Sequence[Change] = ()
     changed: Sequence[str] = ()
 

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from megatron_rl.arguments import add_overrides
 from megatron_rl.config import yaml12
+from megatron_rl.config.loader import values_of
 from megatron_rl.config.monitor import AlarmRule, MonitorConfig, level_rules
 from megatron_rl.errors import EXIT_DONE, InputError, printable
 from megatron_rl.monitor import RunDirectory
@@ -71,7 +72,7 @@ def run_why(options: argparse.Namespace) -> int:
         raise InputError(f"{options.run}: no step is recorded yet")
     if run.is_own and options.overrides:
         raise InputError("--set: a run of megatron-rl has its recipe; --set is for logs of other projects")
-    recipe = read_recipe(RunDirectory(folder).recipe) if run.is_own else recipe_of_overrides(options.overrides)
+    recipe = read_recipe(RunDirectory(folder).recipe) if run.is_own else values_of(options.overrides)
     history = history_of(RunDirectory(folder), run.records) if run.is_own else ()
     good = None if options.against is None else read_run(options.against)
     if good is not None and run.is_own and good.is_own:
@@ -102,26 +103,6 @@ def lacking(run: Run, recipe: dict[str, Any]) -> dict[str, Any]:
     read = {our: list(theirs) for our, theirs in run.sources.items()}
     rules = Alarms(own_rules(recipe), level_rules(recipe)).rules
     return {"log": run.source_lines(), "read": read, "lacks": blind_rules(completed(run.records), rules)}
-
-
-def recipe_of_overrides(overrides: list[str]) -> dict[str, Any]:
-    """The keys of a recipe that ``overrides`` (KEY.PATH=VALUE) tell, as plain values."""
-    recipe: dict[str, Any] = {}
-    for override in overrides:
-        path, sign, text = override.partition("=")
-        *parents, leaf = path.split(".")
-        target = recipe
-        for parent in parents:
-            target = target.setdefault(parent, {})
-            if not isinstance(target, dict):
-                raise InputError(f"--set {override}: {parent} has a value already")
-        try:
-            target[leaf] = yaml12.parse(text)[0] if sign else None
-        except yaml.YAMLError as error:
-            raise InputError(f"--set {override}: the value is not valid YAML: {error}") from error
-        if not sign:
-            raise InputError(f"--set {override}: expected KEY.PATH=VALUE")
-    return recipe
 
 
 def add_score_alarms(parser: argparse.ArgumentParser) -> None:

@@ -126,7 +126,7 @@ def find(
         text = f"{lower[0].metric} is {two(lower[0].after)}, and {two(lower[0].before)} in the other run"
         signs = tuple(sorted((*signs, Sign("below-the-other", lower[0].step, text)), key=lambda sign: sign.step))
     seen = Finding(name, _num_steps(records), collapse, signs, compared, (), tuple(history), unmeasured)
-    seen = replace(seen, is_compared=good is not None)
+    seen = replace(seen, is_compared=good is not None and bool(compared or not signs))
     sign = seen.first_sign
     if sign is None:
         return replace(seen, rises=_rises(records))
@@ -134,14 +134,14 @@ def find(
     first, last = steps[max(0, at - AHEAD)], steps[min(len(steps) - 1, at + AFTERWARDS)]
     if seen.changed_at is not None:
         first = min(first, seen.changed_at)
-    if good is None:
+    if not seen.is_compared:
         changes = departures(records, first, last)
         if not any(c.metric == REWARD for c in changes) and (fell := _lasting_fall(records)) is not None:
             changes = tuple(sorted((*changes, fell), key=lambda change: change.step))
         seen = replace(seen, changes=changes)
     seen = replace(seen, since=first)
     changed = [event.key for event in history if event.weight == "strong" and (event.step or 0) <= sign]
-    case = Case(records, recipe, sign, collapse, [c for c in seen.changes if c.step >= (seen.changed_at or 0)], changed)
+    case = Case(records, recipe, sign, [c for c in seen.changes if c.step >= (seen.changed_at or 0)], changed)
     return replace(seen, suspects=_ranked(_made(seen, steps), suspects(case)))
 
 

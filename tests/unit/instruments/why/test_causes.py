@@ -16,7 +16,7 @@ def test_every_measure_is_watched():
 @pytest.mark.parametrize(("step", "is_suspect"), [(20, True), (23, True), (30, False), (41, False)])
 def test_a_measure_counts_among_the_first_departures_up_to_the_sign(step, is_suspect):
     changes = [Change("actor/entropy", 20, 0.3, 0.9), Change("mismatch/rho_std", step, 1e-6, 0.2)]
-    found = suspects(Case(records(), {}, 40, None, changes))
+    found = suspects(Case(records(), {}, 40, changes))
     assert ("mismatch" in [suspect.name for suspect in found]) == is_suspect
 
 
