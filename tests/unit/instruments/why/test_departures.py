@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_rl.instruments.why.departures import BEFORE, WATCHED, departure, departures, trend
+from megatron_rl.instruments.why.departures import BEFORE, WATCHED, departure, departures, differences, trend
 
 FACTOR, SHARE = "actor/grad_norm", "response_length/clip_ratio"
 
@@ -62,3 +62,20 @@ def test_departures_stand_in_order_and_only_watched_metrics_have_one():
     rows = [{"step": s, FACTOR: 1.0 + 9 * (s >= 12), SHARE: 0.5 * (s >= 9), "other": float(s >= 8)} for s in range(20)]
     assert [(change.metric, change.step) for change in departures(rows, 0, 19)] == [(SHARE, 9), (FACTOR, 12)]
     assert {FACTOR, SHARE} <= WATCHED.keys()
+
+
+@pytest.mark.parametrize(
+    ("metric", "here", "there", "expected"),
+    [
+        ("mismatch/rho_std", lambda s: 1e-6 if s < 9 else 1e-3, lambda s: 1e-6, 9),
+        ("mismatch/rho_std", lambda s: 1e-3, lambda s: 1e-6, 0),
+        ("critic/rewards/mean", lambda s: 0.5, lambda s: 0.5 + 0.02 * s, 12),  # the median of six
+        ("critic/rewards/mean", lambda s: 0.5 + 0.02 * s, lambda s: 0.5, None),  # a higher reward is no trouble
+        ("critic/rewards/mean", lambda s: 0.5, lambda s: 0.5 + 0.4 * (s % 2), None),  # the other run moves as much
+        ("actor/entropy", lambda s: 0.3 if s != 9 else 0.9, lambda s: 0.3, None),  # one record
+    ],
+)
+def test_where_a_metric_left_that_of_another_run(metric, here, there, expected):
+    rows, good = ([{"step": step, metric: value(step)} for step in range(30)] for value in (here, there))
+    assert next((change.step for change in differences(rows, good)), None) == expected
+    assert differences(rows[:2], good) == () == differences(rows, [{"step": 0, "other": 1.0}])

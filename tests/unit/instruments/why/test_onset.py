@@ -112,6 +112,42 @@ def test_where_no_suspect_fits_the_earliest_departure_is_told():
     assert "router/agree_frac" in said
 
 
+def test_a_run_is_held_against_another_one():
+    """What was wrong from the start has no healthy stretch."""
+    good, bad = records(), records(mismatch__rho_std=0.2, critic__rewards__mean=0.3)
+    finding = find("run", bad, {}, good=good)
+    assert (finding.suspects[0].name, finding.onset) == ("mismatch", 0)
+    assert "What left the other run's curves (there → here), in order:\n  step     0  mismatch" in page(finding, None)
+    assert "in order:\n  nothing" in page(find("run", records(), {}, good=good), None)
+    keys = [Event(0, "recipe", "learner.optimizer.weight_decay", 0.0, 9.0)]
+    assert find("run", bad, {}, keys, good).suspects[0].name == "recipe change"
+
+
+def test_a_fall_that_lasts_is_a_sign():
+    fell = find("run", records(critic__rewards__mean=lambda s: (0.6 if s < 20 else 0.45) + 0.01 * (s % 2)), {})
+    assert [sign.name for sign in fell.signs] == ["reward-fell"]
+    assert 17 <= fell.onset <= 20
+    assert find("run", records(critic__rewards__mean=lambda s: 0.45 if 20 <= s < 30 else 0.6), {}).is_healthy
+
+
+def test_a_log_without_mismatch_says_that_the_engine_would_look_the_same():
+    rows = records(critic__rewards__mean=falls(30, 1))
+    assert find("run", rows, {}).suspects[0].name == "reward"
+    without = [{name: value for name, value in row.items() if name != "mismatch/rho_std"} for row in rows]
+    first = find("run", without, {}).suspects[0]
+    assert (first.name, "rollout" in first.keys) == ("reward or mismatch", True)
+
+
+def test_updates_that_grow_at_the_same_rate_are_not_the_rates():
+    grown = {"noise__relative_update": lambda s: 5e-4 if s < 25 else 9e-3, "critic__rewards__mean": falls(28, 20)}
+    names = [find("run", records(**grown, actor__lr=rate), {}).suspects[0].name for rate in (1e-4, grown_rate)]
+    assert names == ["objective or reward", "learning rate"]
+
+
+def grown_rate(step: int) -> float:
+    return 1e-4 if step < 25 else 2e-3
+
+
 def test_what_somebody_changed_before_the_sign_comes_first_and_frees_what_was_as_high_before():
     """A number above a constant of tiny models is no cause where it was as high in the healthy stretch."""
     changed = {"critic__rewards__mean": falls(22, 20), "noise__relative_update": 4e-3}
