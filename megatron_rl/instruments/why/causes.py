@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from megatron_rl.config.monitor import mismatch_has_updates
+from megatron_rl.instruments.why.changed import ABSENT, value_at
 from megatron_rl.instruments.why.departures import AFTER, FAILURES, WATCHED, Change, Records
 from megatron_rl.monitor.alarms import HELD_OUT, REWARD, learned_by_heart
 
@@ -111,10 +112,8 @@ class Case:
 
     def setting(self, path: str, default: Any = None) -> Any:
         """A key of the recipe."""
-        value: Any = self.recipe
-        for name in path.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        return default if value is None else value
+        value = value_at(self.recipe, path)
+        return default if value in (None, ABSENT) else value
 
     def departed(self, metric: str, up: bool) -> Change | None:
         """The departure of ``metric`` in this direction, if it is up to the sign and among the first of all."""
@@ -123,7 +122,7 @@ class Case:
         onset = min((change.step for change in self.changes if change.step <= self.sign), default=self.sign)
         steps = sorted({int(record["step"]) for record in self.records})
         last = min(self.sign, next((s for s in steps[steps.index(onset) + AFTER :]), self.sign))
-        fits = (c for c in self.changes if c.metric == metric and c.goes_up == up and c.step <= last)
+        fits = (c for c in self.changes if c.metric == metric and (c.after > c.before) == up and c.step <= last)
         return next(fits, None)
 
 

@@ -65,11 +65,12 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], step: int | Non
         for key in (change.key for change in changes if not change.key.startswith(sections)):
             is_strong = (decides and not key.startswith("validation.")) or _matches(key, LEARNS)
             weight = "strong" if is_strong else "none" if _matches(key, INERT) else "weak"
-            events.append(Event(step, "recipe", key, _at(old, key), _at(new, key), weight))
+            events.append(Event(step, "recipe", key, value_at(old, key), value_at(new, key), weight))
     return events
 
 
-def _at(recipe: Mapping[str, Any], path: str) -> Any:
+def value_at(recipe: Mapping[str, Any], path: str) -> Any:
+    """A key of a recipe, or `ABSENT`."""
     value: Any = recipe
     for name in path.split("."):
         value = value.get(name, ABSENT) if isinstance(value, Mapping) else ABSENT

@@ -61,7 +61,7 @@ def run_why(options: argparse.Namespace) -> int:
     then causes whose own measure departed in time. Where none fits the page says so. A run without a sign has no
     suspects. --against holds a run against a good one: keys, files and versions that differ, then curves, in order.
     """
-    from megatron_rl.instruments.foreign.read import read_run
+    from megatron_rl.instruments.foreign.read import blind_rules, read_run
     from megatron_rl.instruments.why.changed import differing, history_of
     from megatron_rl.instruments.why.onset import begins_at_start, find, page
     from megatron_rl.run.identity import read_recipe
@@ -81,28 +81,22 @@ def run_why(options: argparse.Namespace) -> int:
         others = differing(RunDirectory(folder), RunDirectory(there), int(run.records[0]["step"]))
         history = (*(event for event in others if event.key not in own), *history)
     finding = find(str(folder), run.records, recipe, history, None if good is None else good.records)
-    lacks = {} if run.is_own else lacking(run, recipe)
+    rules = Alarms(own_rules(recipe), level_rules(recipe)).rules
+    lacks = {} if run.is_own else blind_rules(completed(run.records), rules)
     if options.json:
-        print(json.dumps(finding.as_json() | lacks, indent=2))
+        read = {our: list(theirs) for our, theirs in run.sources.items()}
+        log = {} if run.is_own else {"log": run.source_lines(), "read": read, "lacks": lacks}
+        print(json.dumps(finding.as_json() | log, indent=2))
         return EXIT_DONE
     from_start = run.is_own and begins_at_start(finding, folder)
     print(printable("\n".join([*run.source_lines(), page(finding, folder if run.is_own else None, from_start)])))
     if not run.is_own:
-        blind = [f"  {name:<20}needs {metric}" for name, metric in lacks["lacks"].items()]
+        blind = [f"  {name:<20}needs {metric}" for name, metric in lacks.items()]
         print(
             "\n".join(["\nrules that see nothing in this log:", *blind] if blind else ["\nall rules see their metrics"])
         )
         print("A log has no recipe: --set batch.minibatches=…, rollout.max_staleness=… and other keys tell of more.")
     return EXIT_DONE
-
-
-def lacking(run: Run, recipe: dict[str, Any]) -> dict[str, Any]:
-    """What the log of another project was read from, and the rules that lack their metric in it."""
-    from megatron_rl.instruments.foreign.read import blind_rules
-
-    read = {our: list(theirs) for our, theirs in run.sources.items()}
-    rules = Alarms(own_rules(recipe), level_rules(recipe)).rules
-    return {"log": run.source_lines(), "read": read, "lacks": blind_rules(completed(run.records), rules)}
 
 
 def add_score_alarms(parser: argparse.ArgumentParser) -> None:
@@ -193,15 +187,23 @@ def score_packed(files: list[Path], rules: Path | None) -> dict[str, SetScore]:
 
 def print_halves(halves: dict[str, SetScore]) -> None:
     """A row for each half, then what was missed and which rules were wrong."""
-    titles = ("half", "runs", "collapses", "noticed", "in time", "median lead", "healthy steps", "false per 1000")
-    print("".join(f"{title:>{max(len(title), 6) + 2}}" for title in titles))
+    rows = [("half", "runs", "collapses", "noticed", "in time", "median lead", "healthy steps", "false per 1000")]
     for half, score in halves.items():
-        cells = (half, score.runs, score.collapses, f"{score.share_noticed:.1%}", score.in_time)
-        cells += (f"{score.median_lead:g}", score.healthy_steps, f"{score.false_per_thousand:.2f}")
-        print("".join(f"{cell:>{max(len(title), 6) + 2}}" for title, cell in zip(titles, cells, strict=True)))
+        rate, lead = f"{score.false_per_thousand:.2f}", f"{score.median_lead:g}"
+        noticed = f"{score.share_noticed:.1%}"
+        rows.append((half, score.runs, score.collapses, noticed, score.in_time, lead, score.healthy_steps, rate))
+    print_rows(rows)
     for half, score in halves.items():
         false = ", ".join(f"{name} {count}" for name, count in Counter(score.false_alarms).most_common())
         print(f"{half}: false alarms: {false or 'none'}; not noticed: {', '.join(score.missed) or 'none'}")
+
+
+def print_rows(rows: list[tuple[object, ...]]) -> None:
+    """Print rows below each other, None as a dash."""
+    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 
 def read_rules(path: Path) -> list[AlarmRule]:
@@ -224,20 +226,15 @@ def read_rules(path: Path) -> list[AlarmRule]:
 
 def print_table(scores: dict[str, list[RuleScore]]) -> None:
     """Print one row per run and rule, then one per rule over all runs."""
-    width = max(32, 2 + max(map(len, scores), default=0))
-    named = max(24, 2 + max((len(row.rule) for rows in scores.values() for row in rows), default=0))
-    print(f"{'run':<{width}}{'rule':<{named}}{'collapse':>9}{'first':>7}{'lead':>6}{'false':>7}")
-    for run, rows in scores.items():
-        for row in rows:
-            first = row.fired[0] if row.fired else None
-            cells = [f"{'-' if v is None else v:>{w}}" for v, w in ((row.collapse, 9), (first, 7), (row.lead, 6))]
-            print(f"{run:<{width}}{row.rule:<{named}}{''.join(cells)}{row.false_alarms:>7}")
+    every = [(run, row) for run, rows in scores.items() for row in rows]
+    told = [(run, r.rule, r.collapse, next(iter(r.fired), None), r.lead, r.false_alarms) for run, r in every]
+    print_rows([("run", "rule", "collapse", "first", "lead", "false"), *told])
     print()
-    print(f"{'rule':<{named}}{'collapses':>10}{'warned':>8}{'mean lead':>11}{'false alarms':>14}{'runs':>6}")
-    for rule in dict.fromkeys(row.rule for rows in scores.values() for row in rows):
-        rows = [row for all_rows in scores.values() for row in all_rows if row.rule == rule]
-        collapses = sum(row.collapse is not None for row in rows)
-        leads = [row.lead for row in rows if row.lead is not None]
-        mean = f"{sum(leads) / len(leads):.0f}" if leads else "-"
-        false = sum(row.false_alarms for row in rows)
-        print(f"{rule:<{named}}{collapses:>10}{len(leads):>8}{mean:>11}{false:>14}{len(rows):>6}")
+    rows = [("rule", "collapses", "warned", "mean lead", "false alarms", "runs")]
+    for rule in dict.fromkeys(row.rule for _, row in every):
+        of_rule = [row for _, row in every if row.rule == rule]
+        leads = [row.lead for row in of_rule if row.lead is not None]
+        mean = f"{sum(leads) / len(leads):.0f}" if leads else None
+        collapses, false = sum(r.collapse is not None for r in of_rule), sum(r.false_alarms for r in of_rule)
+        rows.append((rule, collapses, len(leads), mean, false, len(of_rule)))
+    print_rows(rows)

@@ -37,11 +37,6 @@ class Change:
     after: float
     margin: float = 1.0
 
-    @property
-    def goes_up(self) -> bool:
-        """Whether the later level is the higher one."""
-        return self.after > self.before
-
 
 @dataclass(frozen=True)
 class Watched:
@@ -100,9 +95,7 @@ def departure(
         if not (first <= steps[at] <= last and least > 0):
             continue
         margin = _margin(y, at, least, watched)
-        if (
-            not margin and not watched.drifts and at >= BEFORE + SLOW
-        ):  # a slow fall is within reach of its newest records
+        if not margin and not watched.drifts and at >= BEFORE + SLOW:  # its newest records are part of a slow fall
             margin = _margin([*y[: at - SLOW], *y[at:]], at - SLOW, least, watched)
         if margin:
             before, after = median(x[max(0, at - BASELINE) : at]), median(x[at : at + 2 * AFTER])
@@ -156,20 +149,17 @@ def differences(records: Records, good: Records) -> tuple[Change, ...]:
     found = []
     for metric, watched in WATCHED.items():
         there = {int(r["step"]): r[metric] for r in good if metric in r}
-        rows = [
-            (int(r["step"]), r[metric], there[int(r["step"])]) for r in records if metric in r and r["step"] in there
-        ]
-        if len(rows) < AFTER:
+        both = [record for record in records if metric in record and record["step"] in there]
+        if len(both) < AFTER:
             continue
-        steps, ours, others = zip(*rows, strict=True)
-        x, y, least = _scaled([*ours, *others], watched)
-        ours, others, num = y[: len(rows)], y[len(rows) :], min(TOGETHER, len(rows) // 2 + 1)
+        x, y, least = _scaled([r[metric] for r in both] + [there[int(r["step"])] for r in both], watched)
+        ours, others, num = y[: len(both)], y[len(both) :], min(TOGETHER, len(both) // 2 + 1)
         least = max(least * (1 + watched.drifts), 2 * median(abs(b - a) for a, b in pairwise(others)))
         signs = (watched.direction,) if watched.direction else (1, -1)
-        for at, sign in product(range(len(rows) - num + 1), signs if least else ()):
+        for at, sign in product(range(len(both) - num + 1), signs if least else ()):
             apart = [sign * (a - b) for a, b in zip(ours[at : at + num], others[at : at + num], strict=True)]
             if min(apart[0], sorted(apart)[num // TOGETHER]) > least / 2 and median(apart) > least:
-                levels = (median(x[first + at : first + at + num]) for first in (len(rows), 0))
-                found.append(Change(metric, steps[at], *levels, median(apart) / least))
+                levels = (median(x[first + at : first + at + num]) for first in (len(both), 0))
+                found.append(Change(metric, int(both[at]["step"]), *levels, median(apart) / least))
                 break
     return tuple(sorted(found, key=lambda change: change.step))

@@ -256,10 +256,8 @@ def page(finding: Finding, run: Path | None, from_start: bool = False) -> str:
         )
     decides = "A run that undoes one of them, over several seeds, decides."
     if run is not None:
-        command = f"megatron-rl run branch {run}{' --from 0' if from_start else ''}"
-        decides = f"`{command}` undoes each of them over several seeds, and decides."
-        if from_start:
-            decides += " No checkpoint is as early as the onset, so its arms begin at step 0."
+        start = " --from 0` (no checkpoint is as early as the onset)" if from_start else "`"
+        decides = f"`megatron-rl run branch {run}{start} undoes each of them over several seeds, and decides."
     return "\n".join([*lines, "", f"These are suspects. {decides}"])
 
 
