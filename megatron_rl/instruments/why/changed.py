@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
@@ -133,6 +133,13 @@ def differing(run: RunDirectory, other: RunDirectory, step: int) -> tuple[Event,
     Other seeds are no cause: two runs of one recipe have them.
     """
     events = changed_keys(read_recipe(other.recipe), read_recipe(run.recipe), step)
-    ends = [_starts_of(directory)[-1:] for directory in (other, run)]
-    events += _environment(*(end for (end,) in ends), step) if all(ends) else []
+    old, new = (next(iter(_starts_of(directory)[-1:]), {}) for directory in (other, run))
+    events += _environment(old, new, step)
+    digests = {key: f"identity.{key}" for key in ("data.train", "data.validation")} | {"model.path": "identity.model"}
+    for key, digest in digests.items():
+        if (
+            value_at(old, digest) == value_at(new, digest) != ABSENT
+        ):  # the same in another folder; weights are not in it
+            weight = "weak" if key == "model.path" else "none"
+            events = [replace(e, weight=weight) if e.key == key and e.kind == "recipe" else e for e in events]
     return tuple(event for event in events if event.weight != "none" and event.key.split(".")[-1] != "seed")

@@ -142,12 +142,12 @@ def find(
     seen = replace(seen, since=first)
     changed = [event.key for event in history if event.weight == "strong" and (event.step or 0) <= sign]
     case = Case(records, recipe, sign, [c for c in seen.changes if c.step >= (seen.changed_at or 0)], changed)
-    return replace(seen, suspects=_ranked(_made(seen, steps), suspects(case)))
+    return replace(seen, suspects=_ranked(_made(seen, steps), suspects(case), seen.changed_at is not None))
 
 
-def _ranked(made: list[Suspect], others: list[Suspect]) -> tuple[Suspect, ...]:
+def _ranked(made: list[Suspect], others: list[Suspect], is_strong: bool) -> tuple[Suspect, ...]:
     """What somebody changed in what is learned comes first, unless a departure was there before."""
-    first = [suspect for suspect in made if not suspect.contradicts and suspect.name.startswith(DECIDES)]
+    first = [suspect for suspect in made if is_strong and not suspect.contradicts and suspect.name.startswith(DECIDES)]
     rest = [suspect for suspect in (*made, *others) if suspect not in first]
     return (*first, *sorted(rest, key=lambda suspect: -suspect.excess))
 
@@ -216,7 +216,7 @@ def _made(finding: Finding, steps: Sequence[int]) -> list[Suspect]:
             before = [change for change in finding.changes if change.step < step]
             begins = min((change.step for change in after), default=sign)
             distance = sum(step <= s < begins for s in steps)
-            near = AFTER if weights == ("strong",) else 1
+            near = AFTER if weights == ("strong",) else 1 if step > steps[0] else -1  # two runs always differ a little
             excess = AT_ONCE if distance <= near else AT_ONCE / 2 if distance <= AHEAD and near > 1 else 1.5
             supports = [f"{c.metric}: {two(c.before)} → {two(c.after)} at step {c.step}" for c in after[:3]]
             against = [f"{c.metric} had departed at step {c.step}" for c in before[:1]]
