@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from megatron_rl.config.monitor import mismatch_has_updates
+from megatron_rl.config.monitor import level_rules, mismatch_has_updates
 from megatron_rl.instruments.why.changed import ABSENT, value_at
 from megatron_rl.instruments.why.departures import AFTER, FAILURES, WATCHED, Change, Records
 from megatron_rl.monitor.alarms import HELD_OUT, REWARD, learned_by_heart
@@ -177,10 +177,21 @@ def _staleness(case: Case) -> Seen | None:
     return Seen(steps / SAFE_STALENESS, text)
 
 
+def _mismatch(case: Case) -> Seen | None:
+    """Mismatch above what the types explain."""
+    bound = next((rule.above for rule in level_rules(case.recipe) if rule.name == "mismatch-contract"), None)
+    rho = case.first(RHO)
+    if not bound or rho is None:
+        return None
+    text = f"{RHO} is {rho:.2g} in the first steps, and the types of both engines explain {bound:g}: other weights or "
+    return Seen(min(rho / bound, STRONGEST), f"{text}log-probs that are made another way", always=True)
+
+
 def _rounding(case: Case) -> Seen | None:
     """Mismatch before anything was learned: of the first step."""
     rho = next(iter(case.values(RHO)), None)
-    if rho is None or case.setting("exact.noise") or mismatch_has_updates(case.recipe):
+    is_beyond = (other := _mismatch(case)) and other.excess > 1
+    if rho is None or is_beyond or case.setting("exact.noise") or mismatch_has_updates(case.recipe):
         return None
     rounded = {f"rollout.quantization.{what}": what for what in ("weights", "kv_cache")}
     rounded = {key: f"{what} in {case.setting(key)}" for key, what in rounded.items() if case.setting(key)}
@@ -384,7 +395,7 @@ CAUSES = (
     Cause(
         "mismatch",
         "rollout precision routing",
-        None,
+        _mismatch,
         ("rollout.engine=exact",),
         (RHO,),
         "engine and learner no longer agree: the engine has other weights (old, or a wrong tensor), or its "

@@ -101,18 +101,10 @@ def run_why(options: argparse.Namespace) -> int:
 
 def add_score_alarms(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="Read this run directory, its metrics.jsonl, or another project's log.",
+        "runs", nargs="+", type=Path, metavar="RUN", help="Read this run directory, metrics.jsonl or log."
     )
-    parser.add_argument(
-        "--rules",
-        type=Path,
-        metavar="FILE",
-        help="Take the rules of this recipe, or of this YAML list (default: each run's own).",
-    )
+    own = "Take the rules of this recipe or YAML list (default: each run's own)."
+    parser.add_argument("--rules", type=Path, metavar="FILE", help=own)
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
 
 
@@ -129,27 +121,26 @@ def run_score_alarms(options: argparse.Namespace) -> int:
     half of its range, or two validations have. A rule that goes off within 200 steps before it was right; earlier, or
     in a run that never collapses, it was false.
     """
-    from megatron_rl.instruments.foreign.read import read_run
+    from megatron_rl.instruments.foreign.read import blind_rules, read_run
 
     scores, logs = {}, []
     packed = [path for path in options.runs if path.suffix == ".xz"]
-    for path in options.runs:
-        if path in packed:
-            continue
+    for path in (path for path in options.runs if path not in packed):
         run = read_run(path)
         scores[str(path)] = score_run(completed(run.records), rules_of(run, options.rules), CollapseRule(), HORIZON)
         logs += [] if run.is_own else [run]
+    lacks = {str(log.path): blind_rules(log.records, rules_of(log, options.rules)) for log in logs}
     halves = score_packed(packed, options.rules) if packed else {}
     if options.json:
         table: dict[str, Any] = {name: [asdict(row) for row in rows] for name, rows in scores.items()}
-        table |= {"lacks": blind(logs, options.rules)} if logs else {}
+        table |= {"lacks": lacks} if logs else {}
         print(json.dumps(table | {half: asdict(score) for half, score in halves.items()}, indent=2))
         return EXIT_DONE
     for log in logs:
         print("\n".join(log.source_lines()))
     if scores:
         print_table(scores)
-    for path, rules in blind(logs, options.rules).items():
+    for path, rules in lacks.items():
         if listed := ", ".join(f"{name} ({metric})" for name, metric in rules.items()):
             print(f"{path}: these rules see nothing: {listed}")
     if halves:
@@ -166,13 +157,6 @@ def rules_of(run: Run, given: Path | None) -> list[AlarmRule]:
     if not run.is_own:
         return level_rules({})
     return Alarms.of(read_recipe((run.path.parent if run.path.is_file() else run.path) / "recipe.resolved.yaml")).rules
-
-
-def blind(logs: list[Run], given: Path | None) -> dict[str, dict[str, str]]:
-    """The rules that see nothing in each of ``logs``, each rule with its metric."""
-    from megatron_rl.instruments.foreign.read import blind_rules
-
-    return {str(log.path): blind_rules(log.records, rules_of(log, given)) for log in logs}
 
 
 def score_packed(files: list[Path], rules: Path | None) -> dict[str, SetScore]:

@@ -38,8 +38,10 @@ def test_a_share_that_nobody_measured_is_not_zero():
 def test_a_mismatch_that_includes_the_updates_is_no_rounding(term, is_suspect):
     """Without a pass for po, mu is compared with a pi that has moved."""
     types = {"learner": {"dtype": "bf16"}, "rollout": {"dtype": "bf16"}, "batch": {"minibatches": 4}}
-    case = Case(records(**{"mismatch/rho_std": 0.5}), types | {"objective": {"policy_term": term}})
+    case = Case(records(**{"mismatch/rho_std": 0.2}), types | {"objective": {"policy_term": term}})
     assert ("rounding" in [suspect.name for suspect in suspects(case)]) == is_suspect
+    beyond = Case(records(**{"mismatch/rho_std": 0.4}), types | {"objective": {"policy_term": term}})
+    assert ("mismatch" in [suspect.name for suspect in suspects(beyond)]) == is_suspect  # more than bf16 explains
 
 
 def test_a_run_without_metrics_has_no_suspect():
