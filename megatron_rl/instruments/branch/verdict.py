@@ -399,10 +399,10 @@ def _chances(judgement: Judgement) -> list[str]:
     looks = judgement.looks
     ordinal = "first look at these arms" if looks == 1 else f"look number {looks} at these arms"
     lines = [f"p: Holm's, times {price_of_look(looks)} for the {ordinal}; more seeds are another look."]
-    if judgement.control and unseen_share(seeds := len(judgement.control)) >= RARE:
+    if judgement.control and (unseen := unseen_share(len(judgement.control))) >= RARE:
         lines.append(
-            f"Intervals take an arm's seeds for alike: among {seeds}, a collapse of up to {unseen_share(seeds):.0%} of "
-            "them may be unseen, and how much such an arm differs cannot be told."
+            f"Intervals take an arm's seeds for alike: a collapse of up to {unseen:.0%} of them may be unseen, and how "
+            "much such an arm differs cannot be told."
         )
     without = []
     for judged in judgement.arms:

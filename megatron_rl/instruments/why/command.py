@@ -31,8 +31,6 @@ from megatron_rl.monitor.alarms import (
     score_set,
 )
 
-HORIZON = 200  # steps before a collapse within which a warning is right
-
 if TYPE_CHECKING:
     from megatron_rl.instruments.foreign.read import Run
 
@@ -91,10 +89,8 @@ def run_why(options: argparse.Namespace) -> int:
     from_start = run.is_own and begins_at_start(finding, folder)
     print(printable("\n".join([*run.source_lines(), page(finding, folder if run.is_own else None, from_start)])))
     if not run.is_own:
-        blind = [f"  {name:<20}needs {metric}" for name, metric in lacks.items()]
-        print(
-            "\n".join(["\nrules that see nothing in this log:", *blind] if blind else ["\nall rules see their metrics"])
-        )
+        blind = [f"  {name:<20}needs {metric}" for name, metric in lacks.items()] or ["  none"]
+        print("\n".join(["\nrules that see nothing in this log:", *blind]))
         print("A log has no recipe: --set batch.minibatches=…, rollout.max_staleness=… and other keys tell of more.")
     return EXIT_DONE
 
@@ -127,7 +123,7 @@ def run_score_alarms(options: argparse.Namespace) -> int:
     packed = [path for path in options.runs if path.suffix == ".xz"]
     for path in (path for path in options.runs if path not in packed):
         run = read_run(path)
-        scores[str(path)] = score_run(completed(run.records), rules_of(run, options.rules), CollapseRule(), HORIZON)
+        scores[str(path)] = score_run(completed(run.records), rules_of(run, options.rules), CollapseRule(), horizon=200)
         logs += [] if run.is_own else [run]
     lacks = {str(log.path): blind_rules(log.records, rules_of(log, options.rules)) for log in logs}
     halves = score_packed(packed, options.rules) if packed else {}

@@ -35,7 +35,6 @@ from megatron_rl.monitor.run_directory import RunDirectory
 AHEAD = 20  # records before the first sign in which a departure counts as the onset
 AFTERWARDS = 20  # records beyond it that are looked at: what comes later is a consequence
 LEVEL = 6  # records whose mean is a level of the reward
-DECIDES = ("recipe", "file")  # kinds of changes
 AT_ONCE = 10.0  # weight of a change that the first departure follows within `AFTER` records
 
 
@@ -132,8 +131,7 @@ def find(
         return replace(seen, rises=_rises(records))
     at = max((i for i, step in enumerate(steps) if step <= sign), default=0)
     first, last = steps[max(0, at - AHEAD)], steps[min(len(steps) - 1, at + AFTERWARDS)]
-    if seen.changed_at is not None:
-        first = min(first, seen.changed_at)
+    first = first if seen.changed_at is None else min(first, seen.changed_at)
     if not seen.is_compared:
         changes = departures(records, first, last)
         if not any(c.metric == REWARD for c in changes) and (fell := _lasting_fall(records)) is not None:
@@ -147,7 +145,7 @@ def find(
 
 def _ranked(made: list[Suspect], others: list[Suspect], is_strong: bool) -> tuple[Suspect, ...]:
     """What somebody changed in what is learned comes first, unless a departure was there before."""
-    first = [suspect for suspect in made if is_strong and not suspect.contradicts and suspect.name.startswith(DECIDES)]
+    first = [suspect for suspect in made if is_strong and not suspect.contradicts]
     rest = [suspect for suspect in (*made, *others) if suspect not in first]
     return (*first, *sorted(rest, key=lambda suspect: -suspect.excess))
 
@@ -189,7 +187,7 @@ def _signs(records: Sequence[Mapping[str, float]], recipe: Mapping[str, Any], co
 
 
 def _lasting_fall(records: Sequence[Mapping[str, float]]) -> Change | None:
-    """Where the reward (mean of six) is a fifth of its range below what it was before, by five standard errors, and
+    """Where the reward (mean of six) is a fifth of its range below what it was before, by seven standard errors, and
     stays a tenth below for 20 records or to the end; None where there is none.
     """
     rows = [(int(r["step"]), float(r[REWARD])) for r in records if math.isfinite(r.get(REWARD, math.nan))]
@@ -198,7 +196,7 @@ def _lasting_fall(records: Sequence[Mapping[str, float]]) -> Change | None:
     for at in range(LEVEL, len(values) - 2 * LEVEL + 1):
         before, noise = means[at - LEVEL], median(abs(b - a) for a, b in pairwise(values[:at]))
         size = before - min(0.0, *values[: at + LEVEL])
-        least = max(size / 5, 5 * noise * (2 / LEVEL) ** 0.5)
+        least = max(size / 5, 7 * noise * (2 / LEVEL) ** 0.5)
         if before - means[at] > least and before - max(means[at : at + AFTERWARDS - LEVEL + 1]) > size / 10:
             return Change(REWARD, rows[at][0], before, means[at], (before - means[at]) / least)
     return None
@@ -250,10 +248,7 @@ def page(finding: Finding, run: Path | None, from_start: bool = False) -> str:
     lines += [f"  step {sign.step:>5}  {sign.name:<18}  {sign.text}" for sign in finding.signs]
     lines += ["", *_departed(finding)]
     if not (finding.changes or finding.is_compared):
-        lines.append(
-            f"  nothing: no metric has {BEFORE} records before and {AFTER} after a departure, or it was there from "
-            "the first records on"
-        )
+        lines += [f"  nothing: {BEFORE} records before and {AFTER} after are needed, or it was there from the first on"]
     decides = "A run that undoes one of them, over several seeds, decides."
     if run is not None:
         start = " --from 0` (no checkpoint is as early as the onset)" if from_start else "`"
@@ -264,12 +259,11 @@ def page(finding: Finding, run: Path | None, from_start: bool = False) -> str:
 def _well(finding: Finding) -> list[str]:
     if REWARD in finding.unmeasured and "val/reward/mean" in finding.unmeasured:
         return [f"{finding.run}: {finding.steps} steps; cannot tell: the log has no reward, and no other rule went off"]
-    text = f"{finding.run}: {finding.steps} steps, no rule went off and no reward collapsed: nothing to explain"
-    lines = [text]
+    lines = [f"{finding.run}: {finding.steps} steps, no rule went off and no reward collapsed: nothing to explain"]
     if finding.rises is False:
-        lines.append(
+        lines += [
             "The reward did not rise, either: that is no sign of harm, and none of learning (rate, signal, data)."
-        )
+        ]
     lines += _changed(finding) if any(event.weight != "none" for event in finding.history) else []
     return [*lines, "", *_departed(finding)] if finding.is_compared else lines
 
