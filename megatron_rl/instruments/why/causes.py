@@ -30,6 +30,7 @@ STRONGEST = 10.0  # a departure counts no more than this many times the least on
 OPEN = 1.6  # weight of a cause that is seen only by what is not
 UPDATE, KL, RHO = "noise/relative_update", "actor/ppo_kl", "mismatch/rho_std"
 GRADIENT = "actor/grad_norm"
+POLICY = (REWARD, HELD_OUT, "actor/entropy", "response_length/mean")  # what a first policy does
 LENGTH, CUT = "response_length/mean", "response_length/clip_ratio"
 
 # Constants of tiny models, for a run that was never well: above all of the healthy runs, rounded up.
@@ -331,7 +332,13 @@ def _routing(case: Case) -> Seen | None:
 
 
 def _jump(case: Case) -> Seen | None:
-    """A policy that is another from one step to the next, though its updates are small."""
+    """A policy that is another from one step to the next, though its updates are small, or before any update."""
+    first = [c for c in case.changes if c.step == case.records[0]["step"] and c.metric in POLICY]
+    if first and not case.changed:
+        text = (
+            f"{first[0].metric} is {two(first[0].after)} in the first step, and {two(first[0].before)} in the other run"
+        )
+        return Seen(JUMP * JUMP, f"{text}, before anything was learned: weights, prompts or judge", always=True)
     change = case.departed("actor/entropy", UP) or case.departed("actor/entropy", DOWN)
     if change is None or change.margin < JUMP or (case.first(UPDATE) or 0.0) > SAFE_UPDATE or case.changed:
         return None

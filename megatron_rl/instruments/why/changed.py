@@ -128,10 +128,7 @@ def _json(path: Path) -> Any:
 
 
 def differing(run: RunDirectory, other: RunDirectory, step: int) -> tuple[Event, ...]:
-    """The keys, files and versions in which a run differs from another one in the end, as changes at ``step``.
-
-    Other seeds are no cause: two runs of one recipe have them.
-    """
+    """The keys (without seeds), files and versions in which a run differs from another one, as changes at ``step``."""
     events = changed_keys(read_recipe(other.recipe), read_recipe(run.recipe), step)
     old, new = (next(iter(_starts_of(directory)[-1:]), {}) for directory in (other, run))
     events += _environment(old, new, step)

@@ -111,7 +111,6 @@ def find(
     good: Records | None = None,
 ) -> Finding:
     """What happened to a run, from its ``records``, its ``recipe`` as plain values, and what ``changed`` has of it.
-
     ``good``: the records of a run that it is held against, instead of its own healthy stretch.
     """
     records = completed(records)
@@ -187,9 +186,7 @@ def _signs(records: Sequence[Mapping[str, float]], recipe: Mapping[str, Any], co
 
 
 def _lasting_fall(records: Sequence[Mapping[str, float]]) -> Change | None:
-    """Where the reward (mean of six) is a fifth of its range below what it was before, by seven standard errors, and
-    stays a tenth below for 20 records or to the end; None where there is none.
-    """
+    """Where the reward (mean of six) falls by a fifth of its range and seven standard errors, and stays below."""
     rows = [(int(r["step"]), float(r[REWARD])) for r in records if math.isfinite(r.get(REWARD, math.nan))]
     values = [value for _, value in rows]
     means = [sum(values[i : i + LEVEL]) / LEVEL for i in range(len(values) - LEVEL + 1)]
@@ -215,7 +212,7 @@ def _made(finding: Finding, steps: Sequence[int]) -> list[Suspect]:
             begins = min((change.step for change in after), default=sign)
             distance = sum(step <= s < begins for s in steps)
             near = AFTER if weights == ("strong",) else 1 if step > steps[0] else -1  # two runs always differ a little
-            excess = AT_ONCE if distance <= near else AT_ONCE / 2 if distance <= AHEAD and near > 1 else 1.5
+            excess = AT_ONCE if distance <= near else AT_ONCE / 2 if distance <= AHEAD and near > 1 else 1 + near / 4
             supports = [f"{c.metric}: {two(c.before)} → {two(c.after)} at step {c.step}" for c in after[:3]]
             against = [f"{c.metric} had departed at step {c.step}" for c in before[:1]]
             kinds = "/".join(dict.fromkeys(event.kind for event in events))

@@ -119,6 +119,8 @@ def test_a_run_is_held_against_another_one():
     assert (finding.suspects[0].name, finding.onset) == ("mismatch", 0)
     assert "What left the other run's curves (there → here), in order:\n  step     0  mismatch" in page(finding, None)
     assert "in order:\n  nothing" in page(find("run", records(), {}, good=good), None)
+    others = find("run", records(critic__rewards__mean=0.05, groups__no_signal_frac=0.9), {}, good=good).suspects
+    assert others[0].name == "other weights or prompts"  # in the first step nothing was learned
     keys = [Event(0, "recipe", "learner.optimizer.weight_decay", 0.0, 9.0)]
     assert find("run", bad, {}, keys, good).suspects[0].name == "recipe change"
 
