@@ -232,6 +232,7 @@ def test_every_look_at_more_seeds_has_its_price(sick, tmp_path):
     text = page(judge(branch, tmp_path, 3))
     assert "times 12 for the look number 3" in text
     assert "Without it: third-rate +" in text
+    assert "a collapse of up to 53% of them may be unseen" in text  # 1 − 0.05 ** (1 / 4)
     last = judge(branch, tmp_path, 200_000).arms[0]
     assert (last.p_holm, last.verdict) == (1.0, "undecided")
 
