@@ -477,19 +477,20 @@ def first_collapse(records: Sequence[Mapping[str, float]], rule: CollapseRule) -
 
 def learned_by_heart(records: Sequence[Mapping[str, float]]) -> int | None:
     """The step from which two validations are below 0.8 of the best two so far, while the training reward of ten steps
-    is at least 0.95 of its best; None where there is none.
+    is at least 0.95 of its best, and that 1.2 of its lowest; None where there is none.
     """
-    held_out, trained, best, best_trained = [], [], -math.inf, -math.inf
+    held_out, trained, best, best_trained, first = [], [], -math.inf, -math.inf, math.inf
     for record in records:
         if math.isfinite(record.get(REWARD, math.nan)):
             trained = [*trained, record[REWARD]][-10:]
         if len(trained) == 10:
-            best_trained = max(best_trained, sum(trained) / 10)
+            best_trained, first = max(best_trained, sum(trained) / 10), min(first, sum(trained) / 10)
         if math.isfinite(record.get(HELD_OUT, math.nan)):
             held_out = [*held_out, record[HELD_OUT]][-2:]
             level = sum(held_out) / len(held_out)
             best = max(best, level) if len(held_out) == 2 else best
-            if level < 0.8 * best and len(trained) == 10 and sum(trained) / 10 >= 0.95 * best_trained > 0:
+            is_best = len(trained) == 10 and sum(trained) / 10 >= 0.95 * best_trained > 1.2 * max(first, 0.0)
+            if level < 0.8 * best and is_best:
                 return int(record["step"])
     return None
 
