@@ -404,7 +404,6 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "data.cache": ("auto", "every start tokenizes its files"),
     "batch.oversample": (None, "rollout.in_flight.mode: keep or abort_and_resume trains on while long responses go on"),
     "checkpoint.keep_best": (None, "keep_last: 0 keeps every checkpoint, to choose from"),
-    "recorder.keep": (4, "recorder.evidence.batches says how many of the newest batches stay"),
     "rollout.servers.token_file": (None, "write: export MRL_SERVER_TOKEN=$(cat FILE)"),
     "rollout.servers.retries": (3, "a request is sent again up to three times"),
     "rollout.servers.concurrency": (None, "a server computes rollout.max_num_seqs responses at a time"),

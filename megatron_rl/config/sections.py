@@ -51,10 +51,13 @@ class EvidenceConfig(Section):
 
 
 class RecorderConfig(Section):
-    record_batches: Literal["off", "on_alarm", "all"] = "on_alarm"
+    record_batches: Literal["off", "on_alarm", "last_n", "all"] = "on_alarm"
     """Batches written to batches/ with tokens, log-probs, routes, rewards and versions, for `megatron-rl batch replay`.
-    off: none. on_alarm: those of `evidence`, and of steps in which an alarm with record_batch goes off. all: every
-    step's. From a checkpoint on, the weights of a step can be had again by repeating the updates in between."""
+    off: none. on_alarm: those of `evidence`, and of steps in which an alarm with record_batch goes off. last_n: also
+    those of the newest `keep` steps, whatever their size. all: every step's."""
+    keep: PositiveInt = 4
+    """Batches that last_n keeps. From a checkpoint on, the weights of a step can be had again by repeating the
+    updates in between: for that, at least as many as checkpoint.every."""
     evidence: EvidenceConfig | None = EvidenceConfig()
     """What explains an alarm: the batches of the newest steps. When the first alarm goes off they stay, and so does,
     beside checkpoint.keep_last, the newest checkpoint from before the alarm's onset. null: nothing of this. With
@@ -64,7 +67,7 @@ class RecorderConfig(Section):
     def is_every_step(self) -> bool:
         """Whether each step's batch is written, whatever becomes of it later."""
         by_evidence = self.evidence is not None and self.record_batches == "on_alarm"
-        return by_evidence or self.record_batches == "all"
+        return by_evidence or self.record_batches in ("last_n", "all")
 
 
 FilterMetric = Literal["reward", "raw_reward"]

@@ -250,11 +250,13 @@ class Evidence:
             return []
         if config.record_batches == "all":
             return steps
+        certain = config.keep if config.record_batches == "last_n" else 1
+        most = max(certain, evidence.batches if evidence is not None else 0)
         newest: list[int] = []
         total = 0
-        for recorded in reversed(steps[-evidence.batches :]):
+        for recorded in reversed(steps[-most:]):
             total += batch_bytes(self._batches, recorded)
-            if newest and total > evidence.max_gib * GIB:
+            if len(newest) >= certain and total > evidence.max_gib * GIB:
                 break
             newest.insert(0, recorded)
         for recorded in sorted({*steps} - {*newest} - self._kept):

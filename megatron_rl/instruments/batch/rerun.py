@@ -126,7 +126,7 @@ def plan_weights(directory: RunDirectory, step: int, weights: str) -> WeightsPla
     raise InputError(
         f"step {step}: exact weights are not available. The newest checkpoint before it is of step {newest}, and to "
         f"repeat the updates since, the batches of steps {_ranges(missing)} would have to be on disk "
-        "(recorder.record_batches: all, or recorder.evidence.batches ≥ checkpoint.every). --weights nearest takes "
+        "(recorder.record_batches: all, or last_n with keep ≥ checkpoint.every). --weights nearest takes "
         f"{'the checkpoint' if newest else 'the starting model'} as it is, --weights DIR other weights"
     )
 

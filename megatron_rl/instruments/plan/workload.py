@@ -109,7 +109,7 @@ def _recorded(run: Path) -> np.ndarray:
     lengths = np.concatenate(parts) if parts else np.empty(0, np.int64)
     if not (lengths > 0).any():
         raise InputError(
-            f"--lengths {run}: no recorded batches in {folder}; run with recorder.record_batches: all, or "
+            f"--lengths {run}: no recorded batches in {folder}; run with recorder.record_batches: all or last_n, or "
             "give a file with one length a line"
         )
     return lengths[lengths > 0]

@@ -249,11 +249,17 @@ def test_an_alarm_of_the_last_step_leaves_the_save_to_the_end(tmp_path):
     ("recorder", "left", "pinned"),
     [
         ({"evidence": None}, [], []),
+        ({"evidence": None, "record_batches": "last_n", "keep": 2}, [58, 59], []),
+        (
+            {"evidence": {"batches": 3}, "record_batches": "last_n", "keep": 5},
+            [18, 19, 20, 21, 22, *range(55, 60)],
+            [15],
+        ),
         ({"evidence": {"batches": 4}, "record_batches": "off"}, [], [15]),
         ({"evidence": {"batches": 4}, "record_batches": "all"}, list(range(60)), [15]),
         ({"evidence": None, "record_batches": "all"}, list(range(60)), []),
     ],
-    ids=["off", "no batches", "all", "all without"],
+    ids=["off", "last_n without", "last_n", "no batches", "all", "all without"],
 )
 def test_one_key_turns_it_off(tmp_path, recorder, left, pinned):
     run = a_run(tmp_path, **EVERY_5, recorder=recorder)
