@@ -153,7 +153,7 @@ CHECKS = (
         "Can the folder of runs be written, has it 10 GiB free, and is its clock within 5 s of ours?",
         "machine.shared_folder",
     ),
-    Check("compilers", 5, "Can caches of compilers be written, and is nvcc here if needed?", "machine.compilers"),
+    Check("compilers", 5, "Can caches of compilers be written?", "machine.compilers"),
     Check("nodes", 20, "Do all see the folder of runs, and have InfiniBand?", "machine.nodes_together", "job", port=20),
     Check(
         "collectives",

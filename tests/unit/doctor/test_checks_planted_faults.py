@@ -186,12 +186,6 @@ def _(patch, is_there):
     return compilers(patch)
 
 
-@plant("compilers", "no nvcc")
-def _(patch, is_there):
-    patch.setattr(shutil, "which", lambda name: None if is_there else f"/usr/local/cuda/bin/{name}")
-    return compilers(patch, Setting("cpu", 2, "/tmp", "recipes/tiny/grpo.yaml", ["rollout.all_reduce=flashinfer"]))
-
-
 # -- between ranks and nodes
 
 

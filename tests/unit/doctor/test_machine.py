@@ -21,15 +21,15 @@ def disk(monkeypatch, gib: float) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=gib * GIB))
 
 
-def test_a_recipe_that_records_routes_wants_their_memory(monkeypatch):
+def test_a_recipe_that_moves_its_optimizer_wants_memory_for_it(monkeypatch):
     """As `plan` counts them: eight processes of a node, and what the recipe puts beside them."""
-    recipe = "recipes/router_replay/grpo-qwen3-30b-a3b-4n8g-tp4ep8-r3.yaml"
+    recipe = "recipes/router_replay/grpo-qwen3-30b-a3b-1n8g-tp4ep8-r3.yaml"
     monkeypatch.setattr(machine, "available_gib", lambda: 8 * PROCESS_GIB)
     assert machine.host_memory(Setting("cuda", 8, "/tmp")).status == "pass"
     outcome = machine.host_memory(Setting("cuda", 8, "/tmp", recipe))
     assert outcome.status == "fail"
     assert outcome.figures["wanted_gib"]["processes"] == 8 * PROCESS_GIB
-    assert outcome.figures["wanted_gib"]["responses, routes, packed rows"] > 0
+    assert outcome.figures["wanted_gib"]["Adam's states, page-locked"] > 0
 
 
 def test_shared_folder(monkeypatch, tmp_path):
