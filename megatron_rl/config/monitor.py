@@ -99,8 +99,8 @@ class MonitorConfig(Section):
     sinks: SinksConfig = SinksConfig()
     """Services that get the same metrics."""
     terminal: Literal["auto", "live", "plain", "off"] = "auto"
-    """live: coloured lines above a status line with progress, phase and ETA. plain: one line per step. auto: live
-    where standard output is a terminal, else plain. log.txt has the plain lines in every case."""
+    """off: nothing is printed. The other values mean the same: one line per step. log.txt has the lines in every
+    case."""
     samples: SamplesConfig = SamplesConfig()
     """Which sampled texts are written, and how much of them."""
     plots: bool = True

@@ -1,7 +1,7 @@
 """The learner's model against transformers' of the same folder, in fp32 on the CPU: a witness that is neither engine.
 
-vLLM and the learner can be wrong together, or can both read a folder otherwise than its authors meant; `check` and
-`convert --logits` ask transformers. `witness` starts `python -m megatron_rl.learner.compare_logits`: JSON in, JSON out.
+vLLM and the learner can be wrong together, or can both read a folder otherwise than its authors meant; `check` asks
+transformers. `witness` starts `python -m megatron_rl.learner.compare_logits`: JSON in, JSON out.
 """
 
 from __future__ import annotations
@@ -96,27 +96,6 @@ def logprob_difference(path: Path, tokens: list[int], layers: list[int]) -> Diff
     return Difference(float(difference.max()), int((~(difference <= BOUND)).sum()), len(difference))
 
 
-def logit_difference(hf: Path, megatron: Path, num_tokens: int = 64) -> tuple[float, float]:
-    """Largest |difference| of logits of transformers' model of ``hf`` and ours of ``megatron``; largest |logit|.
-
-    fp32, random tokens, on the CPU; both models are held at once.
-    """
-    from transformers import AutoModelForCausalLM  # seconds to import: only where logits are asked for
-
-    from megatron_rl.checkpoint.save import load_weights
-
-    a = read_architecture(hf)
-    FAMILIES[a.model_type].register()
-    model = _built(a)
-    load_weights(megatron, model)
-    theirs = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32, attn_implementation="eager")
-    tokens = torch.randint(a.vocab_size, (1, num_tokens), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        ours = model(tokens, torch.arange(num_tokens)[None], attention_mask=None)[..., : a.vocab_size]
-        wanted = theirs(tokens).logits
-    return float((ours - wanted).abs().max()), float(wanted.abs().max())
-
-
 Logits = Callable[[torch.Tensor], torch.Tensor]  # tokens [1, T] → [1, T, V]
 
 
@@ -128,20 +107,15 @@ def _logprobs(model: Logits, tokens: list[int]) -> torch.Tensor:
     return (logits.gather(1, row[0, 1:, None]) - logits.logsumexp(1, keepdim=True))[:, 0]
 
 
-def _built(a: Architecture) -> torch.nn.Module:
-    """The learner's model of shape ``a`` in fp32 on the CPU, without weights."""
+def _ours(a: Architecture, read: Callable[[str], torch.Tensor]) -> Logits:
+    from megatron_rl.checkpoint.shards import WeightMap
+
     # Megatron takes seconds to import, and the process of `check` only starts another one that needs it.
     from megatron_rl.learner.model import build_model
     from megatron_rl.learner.process_groups import initialize
 
     config = LearnerConfig(dtype="fp32")
-    return build_model(a, config, initialize(config.parallel, "cpu", seed=0)).eval()
-
-
-def _ours(a: Architecture, read: Callable[[str], torch.Tensor]) -> Logits:
-    from megatron_rl.checkpoint.shards import WeightMap
-
-    model = _built(a)
+    model = build_model(a, config, initialize(config.parallel, "cpu", seed=0)).eval()
     WeightMap(model, a).fill(read)
 
     def logits(tokens: torch.Tensor) -> torch.Tensor:

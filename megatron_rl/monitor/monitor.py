@@ -199,7 +199,6 @@ class PhaseTimer:
         self._tokens: dict[str, int] = {}
         self._engine_seconds = 0.0
         self._open: list[str] = []
-        self.on_enter: Callable[[str], None] | None = None
 
     @property
     def current(self) -> str | None:
@@ -211,8 +210,6 @@ class PhaseTimer:
         """Time the body as `perf/time/<name>` (seconds). Phases may nest and repeat; repeats are added up."""
         span, is_engine = Span(name), name in ENGINE_PHASES
         inside_engine = any(outer in ENGINE_PHASES for outer in self._open)
-        if self.on_enter is not None:
-            self.on_enter(name)
         start = self.clock()
         if self._step_start is None:
             self._step_start = start
@@ -307,14 +304,13 @@ class Monitor:
         self._sinks: dict[str, Any] = {}
         if is_main_rank:
             self.run_dir.create()
-            self._terminal = TerminalSink(self.run_dir.log, config.terminal, recipe_summary.get("num_steps"))
+            self._terminal = TerminalSink(self.run_dir.log, config.terminal == "off", recipe_summary.get("num_steps"))
             self._record = JsonlSink(self.run_dir.metrics)
             self._sinks = {"metrics.jsonl": self._record, "terminal": self._terminal}
             self._samples = SampleFile(self.run_dir.samples)
             if config.tensorboard:
                 self._sinks["tensorboard"] = TensorBoardSink(self.run_dir.tensorboard)
             self._sinks |= service_sinks(config.sinks, self.run_dir)
-            self.timer.on_enter = lambda name: self._guard("terminal", self._terminal.enter_phase, name)
             self._guard("terminal", self._terminal.header, recipe_summary)
 
     def phase(self, name: str) -> AbstractContextManager[Span]:

@@ -1,8 +1,7 @@
-"""A run's output: one line per step and, on a terminal, a status line below."""
+"""A run's output: one line per step."""
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections import deque
@@ -11,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.errors import printable
@@ -33,7 +29,6 @@ COLUMNS = (
 )
 # The ETA uses the mean wall time of this many steps: enough to include a checkpoint now and then.
 ETA_STEPS = 20
-SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def format_duration(seconds: float) -> str:
@@ -41,16 +36,6 @@ def format_duration(seconds: float) -> str:
     minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"
-
-
-def sparkline(values: list[float]) -> str:
-    """Return one block character per value, scaled from the smallest to the largest; a space if not finite."""
-    finite = [v for v in values if math.isfinite(v)]
-    if not finite:
-        return ""
-    low, span = min(finite), (max(finite) - min(finite)) or 1.0
-    top = len(SPARKS) - 1
-    return "".join(SPARKS[round((v - low) / span * top)] if math.isfinite(v) else " " for v in values)
 
 
 def phase_times(metrics: Mapping[str, float]) -> str:
@@ -63,24 +48,20 @@ def phase_times(metrics: Mapping[str, float]) -> str:
 
 
 class TerminalSink:
-    """Writes lines to standard output (with colour and a status line if ``live``) and plain lines to ``log_file``.
+    """Writes lines to standard output (nothing if ``is_off``) and to ``log_file``.
 
     ``num_steps`` is the number of steps of the run; None if unknown (then there is no ETA).
     """
 
-    def __init__(self, log_file: Path, mode: str, num_steps: int | None, console: Console | None = None) -> None:
+    def __init__(self, log_file: Path, is_off: bool, num_steps: int | None, console: Console | None = None) -> None:
         self.console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self.log_file = log_file
         self.num_steps = num_steps
-        self.is_off = mode == "off"
-        self.is_live = mode == "live" or (mode == "auto" and self.console.is_terminal)
-        self._live: Live | None = None
+        self.is_off = is_off
         self._lines = 0
         self._last_time: float | None = None
         self._walls: deque[float] = deque(maxlen=ETA_STEPS)
-        self._rewards: deque[float] = deque(maxlen=40)
         self._done = 0
-        self._phase = ""
 
     def header(self, summary: Mapping[str, Any]) -> None:
         """Print the run's summary, one ``key: value`` per line."""
@@ -92,17 +73,12 @@ class TerminalSink:
         self._done = step
 
     def log(self, message: str, style: str | None = None) -> None:
-        """Write one message to log.txt and to the terminal, above the status line."""
+        """Write one message to log.txt and to the terminal."""
         message = printable(message)
         if not self.is_off:  # before log.txt: a full disk must not silence the terminal
             self.console.print(Text(message, style=style or ""))
         with self.log_file.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%H:%M:%S')} {message}\n")
-
-    def enter_phase(self, name: str) -> None:
-        """Show in the status line the phase that begins."""
-        self._phase = name
-        self._refresh()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the line of one step, with the column titles before every 25th."""
@@ -113,7 +89,6 @@ class TerminalSink:
             self._walls.append(metrics["perf/time/step"])
         # The validation after the last step is recorded too, but is not a further step.
         self._last_time, self._done = now, min(step + 1, self.num_steps or step + 1)
-        self._rewards.append(float(metrics.get("critic/rewards/mean", math.nan)))
         if self._lines % 25 == 0:
             titles = "  ".join(title.rjust(width) for title, _, _, width in COLUMNS)
             self.log(f"{'step':>6}  {titles}  {'eta':>7}  seconds by phase", style="bold")
@@ -121,30 +96,11 @@ class TerminalSink:
         cells = [form.format(metrics[key]).rjust(w) if key in metrics else " " * w for _, key, form, w in COLUMNS]
         eta = self._eta()
         self.log(f"{step:>6}  {'  '.join(cells)}  {eta:>7}  {phase_times(metrics)}")
-        self._phase = ""
-        self._refresh()
 
     def close(self) -> None:
-        """Remove the status line."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        """Do nothing: every line is written at once."""
 
     def _eta(self) -> str:
         if not self._walls or not self.num_steps:
             return ""
         return format_duration(sum(self._walls) / len(self._walls) * max(self.num_steps - self._done, 0))
-
-    def _refresh(self) -> None:
-        if not self.is_live or self.is_off or not self.num_steps:
-            return
-        if self._live is None:
-            # Redrawn when a phase begins, not by a thread: engines fork processes during a run.
-            self._live = Live(console=self.console, auto_refresh=False, transient=True)
-            self._live.start()
-        row = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=self.num_steps, completed=self._done, width=24)
-        eta = f"eta {self._eta()}" if self._eta() else ""
-        reward = Text(sparkline(list(self._rewards)), style="green")
-        row.add_row(bar, f"{self._done}/{self.num_steps}", eta, reward, Text(self._phase, style="cyan"))
-        self._live.update(row, refresh=True)

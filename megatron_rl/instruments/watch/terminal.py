@@ -21,9 +21,10 @@ from megatron_rl.errors import printable
 from megatron_rl.instruments.watch.page import STATUSES, number
 from megatron_rl.instruments.watch.run import WatchedRun
 from megatron_rl.monitor.plots import Curves, drawable_panels, panel_metrics
-from megatron_rl.monitor.terminal import COLUMNS, format_duration, sparkline
+from megatron_rl.monitor.terminal import COLUMNS, format_duration
 
 EVERY_S = 2.0
+SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_POINTS = 40
 ALARMS = 4
 STYLES = ("blue", "dark_orange3", "green4", "magenta", "cyan", "yellow4", "white", "purple")
@@ -127,3 +128,13 @@ def _alarms(runs: Sequence[WatchedRun]) -> list[RenderableType]:
         if alarms:
             lines.append(Text(f"what may have caused it: megatron-rl run why {shlex.quote(str(run.directory.root))}"))
     return [Text(""), *lines] if lines else []
+
+
+def sparkline(values: list[float]) -> str:
+    """Return one block character per value, scaled from the smallest to the largest; a space if not finite."""
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return ""
+    low, span = min(finite), (max(finite) - min(finite)) or 1.0
+    top = len(SPARKS) - 1
+    return "".join(SPARKS[round((v - low) / span * top)] if math.isfinite(v) else " " for v in values)

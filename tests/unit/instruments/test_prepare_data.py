@@ -16,7 +16,7 @@ from megatron_rl.data.source import read_problems
 from megatron_rl.instruments.prepare_data import OverlapIndex, bare_problem, normalise
 from megatron_rl.rewards.math_task import classify
 from tests.support.patience import PATIENCE_S
-from tests.support.tiny import MODEL, REPOSITORY
+from tests.support.tiny import REPOSITORY
 
 SHARED = REPOSITORY.parent / "shared" / "data"
 BEFORE = (
@@ -72,7 +72,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess:
 
 def test_public_file_becomes_unique_checked_problems(dapo, aime, tmp_path):
     out = tmp_path / "out.jsonl"
-    done = run(dapo, "--against", aime, "--out", out, "--tokenizer", MODEL, "--max-length", 500)
+    done = run(dapo, "--against", aime, "--out", out)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
     assert (report["rows"], report["instructions_stripped"], report["unique"]) == (9, 9, 4)
@@ -86,7 +86,6 @@ def test_public_file_becomes_unique_checked_problems(dapo, aime, tmp_path):
         "near": 1,
         "examples": [],
     }
-    assert report["tokens"]["max"] == len(SUM)  # the tiny model's tokens are characters
     assert report["output"]["rows"] == 1
     for line in ("9 inside a known instruction", "copies of one: 1 to 4", "0 the same, 1 nearly, of 2 problems"):
         assert line in done.stdout
@@ -95,28 +94,19 @@ def test_public_file_becomes_unique_checked_problems(dapo, aime, tmp_path):
     assert problem.extra == {"index": "a0", "copies": 4}
 
 
-def test_policies_parquet_and_the_same_bytes_again(dapo, aime, tmp_path):
-    options = ("--conflicts", "majority", "--overlap", "report", "--keep-instructions", "--against", aime)
+def test_parquet_and_the_same_bytes_again(dapo, aime, tmp_path):
     for name in ("one.parquet", "two.parquet"):
-        assert run(dapo, "--out", tmp_path / name, *options).returncode == 0
+        assert run(dapo, "--out", tmp_path / name).returncode == 0
     assert (tmp_path / "one.parquet").read_bytes() == (tmp_path / "two.parquet").read_bytes()
     problems = list(read_problems(DataSourceConfig(path=str(tmp_path / "one.parquet"))))
-    assert [problem.answer for problem in problems] == ["38", "204", "15"]
-    assert problems[0].question == [{"content": BEFORE + SUM + AFTER, "role": "user"}]
-    assert len({problem.id for problem in problems}) == 3
+    assert [(problem.question, problem.answer) for problem in problems] == [(SUM, "38"), (WALK, "204")]
+    assert len({problem.id for problem in problems}) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--out", "x.txt"), "unknown kind of file; allowed: .jsonl, .parquet"),
-        (("--out", "x.jsonl", "--max-length", "5"), "add --tokenizer"),
-    ],
-)
-def test_bad_options_are_refused(arguments, message, dapo):
-    done = run(dapo, *arguments)
+def test_another_kind_of_file_is_refused(dapo):
+    done = run(dapo, "--out", "x.txt")
     assert done.returncode == 2
-    assert message in done.stderr
+    assert "unknown kind of file; allowed: .jsonl, .parquet" in done.stderr
 
 
 def test_what_counts_as_the_same_problem():

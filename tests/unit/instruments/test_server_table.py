@@ -1,8 +1,7 @@
-"""`megatron-rl run servers`: what a run tells of its servers, and what these say of themselves."""
+"""`megatron-rl run servers`: what a run tells of its servers."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ import pytest
 from megatron_rl.__main__ import main
 from megatron_rl.errors import InputError
 from megatron_rl.instruments import server_table
-from megatron_rl.rollout.servers.client import ServerError
 from megatron_rl.rollout.servers.pool import (
     Member,
     Members,
@@ -88,31 +86,6 @@ def test_a_directory_without_servers_says_so(tmp_path, capsys):
     assert read_table(tmp_path) is None
     assert main(["servers", str(tmp_path)]) == 2
     assert "no server has been registered" in capsys.readouterr().err
-
-
-def test_with_the_token_servers_are_asked(run_dir, monkeypatch):
-    monkeypatch.setenv("MRL_SERVER_TOKEN", "token-of-this-test-0123")
-    asked = []
-
-    class Asked:
-        def __init__(self, address, token, deadline_s):
-            self.name, self.token = address.name, token
-
-        async def settings(self):
-            asked.append((self.name, self.token))
-            if self.name == "b":
-                raise ServerError("no answer in 10 s")
-            return {"version": 7, "load": {"running": 8}}
-
-        async def close(self):
-            await asyncio.sleep(0)
-
-    monkeypatch.setattr("megatron_rl.rollout.servers.client.ServerClient", Asked)
-    first, second, lost, refused = server_table.describe(run_dir)["servers"]
-    assert sorted(asked) == [("a", "token-of-this-test-0123"), ("b", "token-of-this-test-0123")]
-    assert (first["version"], first["running"], first["state"]) == (7, 8, "ready")
-    assert (second["state"], second["lost"]) == ("silent", "no answer in 10 s")
-    assert (lost["state"], refused["state"]) == ("lost", "refused")
 
 
 def test_metrics_of_a_batch():

@@ -1,35 +1,21 @@
-"""What a run prints: a line for a step, the status line, and how it writes times and curves."""
+"""What a run prints: a line for a step, and how it writes times and curves."""
 
 import math
 from io import StringIO
 
 from rich.console import Console
 
-from megatron_rl.monitor.terminal import TerminalSink, format_duration, sparkline
+from megatron_rl.instruments.watch.terminal import sparkline
+from megatron_rl.monitor.terminal import TerminalSink, format_duration
 
 
 def test_terminal_lines(tmp_path):
     screen = StringIO()
-    sink = TerminalSink(tmp_path / "log.txt", "auto", 10, Console(file=screen, width=250, soft_wrap=True))
-    assert not sink.is_live
+    sink = TerminalSink(tmp_path / "log.txt", False, 10, Console(file=screen, width=250, soft_wrap=True))
     sink.write(0, {"critic/rewards/mean": 0.5, "actor/lr": 7e-5, "perf/time/step": 2.0, "perf/time/generate": 1.25})
     line = screen.getvalue().splitlines()[1]
     assert line.split() == ["0", "0.500", "7.00e-05", "2.00", "0:18", "generate", "1.25"]
     assert line.strip() in (tmp_path / "log.txt").read_text()
-
-
-def test_live_status_line_shows_progress(tmp_path):
-    screen = StringIO()
-    console = Console(file=screen, width=200, force_terminal=True)
-    sink = TerminalSink(tmp_path / "log.txt", "auto", 10, console)
-    assert sink.is_live
-    sink.write(2, {"critic/rewards/mean": 0.5, "perf/time/step": 60.0})
-    sink.enter_phase("generate")
-    sink.close()
-    assert "3/10" in screen.getvalue()
-    assert "eta 7:00" in screen.getvalue()
-    assert "generate" in screen.getvalue()
-    assert "generate" not in (tmp_path / "log.txt").read_text().splitlines()[1]
 
 
 def test_formats():
