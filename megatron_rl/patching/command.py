@@ -17,13 +17,12 @@ EXIT_NOT_APPLIED = 1
 
 
 def add_patch(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="status|check|apply|revert|matrix|export")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="status|check|apply|revert|export")
     texts = {
         "status": "Show which patches are applied.",
         "check": "Prove that each series fits a pristine upstream.",
         "apply": "Apply every series, or those named.",
         "revert": "Restore upstream's files.",
-        "matrix": "Show which series fit which releases.",
         "export": "Write patch files from a git checkout or a patched tree.",
     }
     for name, text in texts.items():
@@ -31,9 +30,7 @@ def add_patch(parser: argparse.ArgumentParser) -> None:
         action.add_argument(
             "upstream",
             nargs="*",
-            help="Trees and wheels of Megatron (default: the archives that the releases pin)."
-            if name == "matrix"
-            else "Use these folders below patches/ (default: those for the tree, or for installed packages).",
+            help="Use these folders below patches/ (default: those for the tree, or for installed packages).",
         )
         action.add_argument("--series", help=f"Take these series alone, commas between them: {', '.join(PURPOSES)}.")
         action.add_argument(
@@ -57,7 +54,6 @@ def run_patch(options: argparse.Namespace) -> int:
         megatron-rl patch apply                  apply what runs need there; a tree already patched is left alone
         megatron-rl patch revert                 back to upstream's files, byte for byte
         megatron-rl patch check                  prove that each release's patches fit it, without touching any tree
-        megatron-rl patch matrix DIR|WHEEL ...   which series fit these trees and wheels, as a table
         megatron-rl patch export --tree DIR --base TAG megatron-core-0.16
                                                  patch files from the commits TAG..HEAD of a git checkout
         ... --tree DIR                           work on a git checkout or an unpacked source tree instead
@@ -82,10 +78,6 @@ def run_patch(options: argparse.Namespace) -> int:
     takes), 1 some of it is not, whether or not it fits.
     """
     try:
-        if options.action == "matrix":
-            repository = _repository("matrix keeps archives in the cache")
-            print(upstream.table(options.patches, options.upstream, repository / ".cache" / "patches"))
-            return EXIT_DONE
         chosen = choose(options)
         purposes = named_purposes(options)
         if options.action == "status":

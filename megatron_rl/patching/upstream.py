@@ -1,11 +1,7 @@
-"""The pinned upstream archive, the proof that a series fits it, and the export of patches.
-
-`table` shows which series fit which releases, proven on trees and on wheels, for docs/patches.md.
-"""
+"""The pinned upstream archive, the proof that a series fits it, and the export of patches."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 import subprocess
@@ -13,11 +9,10 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.patching import releases
 from megatron_rl.patching.releases import Target, line
 from megatron_rl.patching.series import PURPOSES, Files, Patch, PatchError, Series, apply, diff, run_git, write_files
 from megatron_rl.patching.states import apply_or_revert, examine
@@ -265,63 +260,3 @@ def _show(checkout: Path, commit: str, path: str) -> bytes | None:
     """The file as it was in `commit`."""
     done = run_git(checkout, "show", f"{commit}:{path}")
     return done.stdout if done.returncode == 0 else None
-
-
-def table(patches: Path, trees: Sequence[str], cache: Path) -> str:
-    """A Markdown table of ``trees`` (folders, or wheels), else of the archives that the releases pin.
-
-    A cell says how many patches of the series go on and off; below, each that does not says why.
-    """
-    rows, notes = [], []
-    if not trees:
-        known = [Series.read(patches / name) for name in releases.names(patches)]
-        trees = [str(fetch(series, cache, None)) for series in known if series.purposes and series.archives]
-    for tree in map(Path, trees):
-        with _opened(tree) as root:
-            commit = releases.commit_of(root)
-            kind = "wheel" if tree.is_file() else f"tree {commit}" if commit else "tree"
-            name = f"{releases.version_of(root)} ({kind})"
-            cells, reasons = _row(releases.for_tree(patches, root), root)
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-        notes += [f"- {name}: {reason}" for reason in reasons]
-    head = ["| release | " + " | ".join(PURPOSES) + " |", "|---" * (len(PURPOSES) + 1) + "|"]
-    return "\n".join([*head, *rows, *([""] if notes else []), *dict.fromkeys(notes)])
-
-
-@contextlib.contextmanager
-def _opened(tree: Path) -> Iterator[Path]:
-    """The root of a tree, or of a wheel that is unpacked meanwhile."""
-    with tempfile.TemporaryDirectory(prefix="patches-matrix-") as folder:
-        root = unpack(tree, Path(folder), "megatron/core") if tree.is_file() else tree.resolve()
-        if not (root / "megatron" / "core").is_dir():
-            raise PatchError(f"{tree}: neither a wheel nor a folder that holds megatron/core/")
-        yield root
-
-
-def _row(series: Series, root: Path) -> tuple[list[str], list[str]]:
-    """A cell for each purpose, and why patches are not in it."""
-    pristine, cells, reasons = examine(series, Target(root, None)).pristine, [], []
-    for purpose in PURPOSES:
-        listed = series.of([purpose])
-        patches = [patch for patch in listed if series.reachable(patch, pristine)]
-        beyond = [f"{patch.name} is for a whole checkout" for patch in listed if patch not in patches]
-        misfits = _misfits(pristine, patches)
-        notes = [f"superseded: {note}" for note in series.superseded if note.startswith(purpose)]
-        reasons += beyond + misfits + notes
-        fitting = len(patches) - len(misfits)
-        cells.append(f"{fitting} of {len(patches)}" if misfits else str(fitting) if patches else "–")
-    return cells, reasons
-
-
-def _misfits(pristine: Files, patches: list[Patch]) -> list[str]:
-    """Why those of ``patches`` that do not go on and off, one after the other, do not."""
-    files, reasons = pristine, []
-    for patch in patches:
-        try:
-            after = there_and_back(files, [patch])
-            compile_changed(files, after)
-        except (PatchError, SyntaxError) as error:
-            reasons.append(str(error))
-        else:
-            files = after
-    return reasons

@@ -106,19 +106,6 @@ def test_a_tree_is_found_by_its_release(tree):
     assert done.stderr == ""
 
 
-def test_the_matrix_says_what_fits_and_why_not(tmp_path):
-    where = unpacked("megatron-core-0.16", tmp_path)[1]
-    (where.root / "megatron/core/tensor_parallel/random.py").unlink()
-    norm = where.root / "megatron/core/transformer/torch_norm.py"
-    norm.write_text(norm.read_text().replace("sequence_parallel", "other"))
-    head, _ruler, row, _, *notes = patch("matrix", where.root).stdout.splitlines()
-    assert head == "| release | " + " | ".join(PURPOSES) + " |"
-    assert row == "| 0.16.1 (tree) | 0 of 1 | 2 of 3 | 1 | 5 | 0 of 1 |"
-    assert any("torch-norm-under-sequence-parallel.patch: patch failed" in note for note in notes)
-    assert any("cpu: megatron/core/tensor_parallel/random.py: is not there" in note for note in notes)
-    assert "- 0.16.1 (tree): length-decay-on-the-command-line.patch is for a whole checkout" in notes
-
-
 def test_advice_names_the_patches_for_the_tree(tree):
     series, where = tree
     other = next(name for name in RELEASES if name != series.name)
