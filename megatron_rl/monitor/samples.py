@@ -350,38 +350,24 @@ def summarise(groups: Iterable[Group]) -> dict[str, float]:
             by_source[group.prompt.data_source or "all"].append(group)
     metrics: dict[str, float] = {}
     for source, members in sorted(by_source.items()):
-        metrics |= {f"val/{source}/{name}": value for name, value in _of_source(members).items()}
+        row = _row(source, members)
+        avg = f"avg@{row.samples}"
+        low, high = row.reward_ci95 or (math.nan, math.nan)
+        figures = {avg: row.reward, f"{avg}_ci95_low": low, f"{avg}_ci95_high": high}
+        figures |= {f"pass@{k}": value for k, value in row.pass_at.items()}
+        figures |= {
+            "response_length/mean": row.length,
+            "response_length/max": float(max(rollout.length for group in members for rollout in group.rollouts)),
+            "response_length/clip_ratio": row.truncated,
+            "num_problems": float(row.problems),
+        }
+        metrics |= {f"val/{source}/{name}": value for name, value in figures.items() if not math.isnan(value)}
     return metrics
 
 
 def numbers_of_k(n: int) -> list[int]:
     """Return the k for which pass@k is reported with n samples: 1, 2, 4, … and n."""
     return sorted({1 << power for power in range(n.bit_length())} | {n})
-
-
-def _of_source(groups: Sequence[Group]) -> dict[str, float]:
-    rewards = [[rollout.raw_reward for rollout in group.scored] for group in groups if group.scored]
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    n = min(len(group.rollouts) for group in groups)
-    figures = {f"avg@{n}": avg_at_n(rewards)} if rewards else {}
-    if rewards and all(0.0 <= reward <= 1.0 for samples in rewards for reward in samples):
-        low, high = confidence_interval([math.fsum(samples) / len(samples) for samples in rewards])
-        figures |= {f"avg@{n}_ci95_low": low, f"avg@{n}_ci95_high": high}
-    for k in numbers_of_k(n):
-        counts = [(len(s), sum(reward >= CORRECT for reward in s)) for s in rewards if len(s) >= k]
-        if not counts:
-            continue
-        figures[f"pass@{k}"] = math.fsum(pass_at_k(total, correct, k) for total, correct in counts) / len(counts)
-    lengths = [rollout.length for rollout in rollouts]
-    return figures | {
-        "response_length/mean": math.fsum(lengths) / len(lengths),
-        "response_length/max": float(max(lengths)),
-        "response_length/clip_ratio": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
-        "num_problems": float(len(groups)),
-    }
-
-
-ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -425,25 +411,25 @@ def file_rows(groups: Sequence[Group], sources: Sequence[DataSourceConfig]) -> l
     for group in groups:
         members[next(label for label in longest_first if group.prompt.id.startswith(f"{label}:"))].append(group)
     rows = [_row(source.path, members[source.label]) for source in sources]
-    return rows if len(rows) == 1 else [*rows, _row(ALL, groups)]
+    return rows if len(rows) == 1 else [*rows, _row("all", groups)]
 
 
 def _row(file: str, groups: Sequence[Group]) -> FileRow:
     rewards = [[rollout.raw_reward for rollout in group.scored] for group in groups if group.scored]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    if not rewards:
+    if not rollouts:
         return FileRow(file, len(groups), 0)
-    n = min(len(samples) for samples in rewards)
+    n = min(len(group.rollouts) for group in groups if group.rollouts)
     counts = [(len(samples), sum(reward >= CORRECT for reward in samples)) for samples in rewards]
-    solved = {k: [pass_at_k(total, correct, k) for total, correct in counts] for k in numbers_of_k(n)}
-    bounded = all(0.0 <= reward <= 1.0 for samples in rewards for reward in samples)
-    means = [math.fsum(samples) / len(samples) for samples in rewards]
+    solved = {k: [pass_at_k(total, correct, k) for total, correct in counts if total >= k] for k in numbers_of_k(n)}
+    solved = {k: values for k, values in solved.items() if values}
+    bounded = rewards and all(0.0 <= reward <= 1.0 for samples in rewards for reward in samples)
     return FileRow(
         file,
         len(groups),
         n,
-        reward=avg_at_n(rewards),
-        reward_ci95=confidence_interval(means) if bounded else None,
+        reward=avg_at_n(rewards) if rewards else math.nan,
+        reward_ci95=confidence_interval([math.fsum(s) / len(s) for s in rewards]) if bounded else None,
         pass_at={k: math.fsum(values) / len(values) for k, values in solved.items()},
         pass_at_ci95={k: confidence_interval(values) for k, values in solved.items()},
         length=math.fsum(rollout.length for rollout in rollouts) / len(rollouts),
