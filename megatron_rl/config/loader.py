@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -17,13 +17,12 @@ from megatron_rl.config.explain import anchored, expand, explain, locate
 from megatron_rl.config.objective import with_max_response_length
 from megatron_rl.config.recipe import Recipe
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.config.yaml12 import MAX_CHARS, Where, parse
+from megatron_rl.config.yaml12 import Where, parse
 from megatron_rl.errors import InputError, shown
 from megatron_rl.shipped import existing_or_shipped
 
 MAX_DEPTH = 32  # of files that extend files
 MAX_BASES = 64  # that one file names
-MAX_BYTES = 128 << 10  # of all files of a recipe together, and of a `--set`; those that ship have a tenth
 MAX_PARTS = 32  # of the path of a `--set`
 
 
@@ -33,7 +32,6 @@ class _Tree:
 
     values: dict[str, Any]
     origins: dict[Where, str]
-    num_bytes: int = 0  # of the file alone
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -95,8 +93,7 @@ def _read(path: Path, chain: tuple[Path, ...], known: dict[Path, _Tree]) -> _Tre
         return known[path]
     if len(chain) >= MAX_DEPTH:
         raise InputError(f"{path}: extended through {len(chain)} files; at most {MAX_DEPTH} are followed")
-    num_bytes = sum(tree.num_bytes for tree in known.values())
-    values, lines = _read_lines(path, "recipe", f" (extended by {chain[-1]})" if chain else "", MAX_BYTES - num_bytes)
+    values, lines = _read_lines(path, "recipe", f" (extended by {chain[-1]})" if chain else "")
     bases = values.pop("extends", None) or []
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -108,8 +105,7 @@ def _read(path: Path, chain: tuple[Path, ...], known: dict[Path, _Tree]) -> _Tre
         tree = _over(tree, _read(existing_or_shipped(base, path.parent), (*chain, path), known))
     shown = _shown(path)
     own = anchored(expand(values, Recipe), Recipe, path.parent)
-    tree_read = _over(tree, _Tree(own, {where: f"{shown}:{line}" for where, line in lines.items()}))
-    known[path] = replace(tree_read, num_bytes=path.stat().st_size)
+    known[path] = _over(tree, _Tree(own, {where: f"{shown}:{line}" for where, line in lines.items()}))
     return known[path]
 
 
@@ -125,19 +121,12 @@ def read_yaml(path: Path, kind: str, context: str = "") -> dict[str, Any]:
     return _read_lines(path, kind, context)[0]
 
 
-def _read_lines(
-    path: Path, kind: str, context: str, most_bytes: int | None = None
-) -> tuple[dict[str, Any], dict[Where, int]]:
+def _read_lines(path: Path, kind: str, context: str) -> tuple[dict[str, Any], dict[Where, int]]:
     if not _is_there(path):
         names = [other.name for other in path.parent.glob("*.yaml") if other.name != path.name]
         near = difflib.get_close_matches(path.name, names, n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise InputError(f"{kind} {path}: no such file{context}{hint}")
-    if most_bytes is not None and most_bytes < path.stat().st_size <= MAX_CHARS:  # `parse` refuses more
-        raise InputError(
-            f"{kind} {path}: {path.stat().st_size} bytes{context}; at most {MAX_BYTES} are read, of all files of a "
-            "recipe together"
-        )
     try:
         values, lines = parse(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
@@ -194,10 +183,9 @@ def _overridden(tree: _Tree, override: str, folder: Path) -> _Tree:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise InputError(f"--set {shown(override)}: expected KEY.PATH=VALUE")
-    if len(override) > MAX_BYTES or key.count(".") >= MAX_PARTS:
+    if key.count(".") >= MAX_PARTS:
         raise InputError(
-            f"--set {shown(override, 80)}: {len(override)} characters, a path of {key.count('.') + 1} parts; at most "
-            f"{MAX_BYTES} and {MAX_PARTS} are read"
+            f"--set {shown(override, 80)}: a path of {key.count('.') + 1} parts; at most {MAX_PARTS} are read"
         )
     try:
         value, _ = parse(text)

@@ -45,13 +45,27 @@ class _Weight(Section):
     level is that of sequences."""
 
 
+class _Bounded(Section):
+    """Has ``lower``, and ``upper`` or ``cap`` above it."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> _Bounded:
+        name = "cap" if hasattr(self, "cap") else "upper"
+        lower, upper = self.lower, getattr(self, name)
+        if lower is None and upper is None:
+            raise ValueError("neither lower nor upper is given: nothing would be dropped; set at least one")
+        if lower is not None and upper is not None and lower >= upper:
+            raise ValueError(f"lower {lower:g} is not below {name} {upper:g}: nothing lies between them; swap the two?")
+        return self
+
+
 class Is(_Weight):
     mode: Literal["is"] = "is"
     level: Level = "token"
     """Which ratio is the weight: the token's, the product over the sequence, or its geometric mean."""
 
 
-class Tis(_Weight):
+class Tis(_Weight, _Bounded):
     mode: Literal["tis"] = "tis"
     level: Level = "token"
     """Which ratio is the weight: the token's, the product over the sequence, or its geometric mean."""
@@ -60,27 +74,13 @@ class Tis(_Weight):
     lower: PositiveFloat | None = None
     """The weight is at least this. null: no lower bound, as the papers write it."""
 
-    @model_validator(mode="after")
-    def _bounds_in_order(self) -> Tis:
-        if self.lower is not None and self.lower >= self.cap:
-            raise ValueError(f"lower {self.lower:g} is not below cap {self.cap:g}: every token would weigh the same")
-        return self
-
-
-def _check_bounds(lower: float | None, upper: float | None, dropped: str, unit: str) -> None:
-    """Raise ValueError where neither bound is given, or nothing lies between them."""
-    if lower is None and upper is None:
-        raise ValueError(f"neither lower nor upper is given: nothing would be {dropped}; set at least one")
-    if lower is not None and upper is not None and lower >= upper:
-        raise ValueError(f"lower {lower:g} is not below upper {upper:g}: every {unit} would be dropped")
-
 
 class _Masking(Section):
     renormalize: bool = False
     """false: a dropped token keeps its place in the denominators. true: it leaves them."""
 
 
-class Mis(_Masking):
+class Mis(_Masking, _Bounded):
     mode: Literal["mis"] = "mis"
     level: Level = "token"
     """Which ratio is the weight: the token's, the product over the sequence, or its geometric mean."""
@@ -89,14 +89,8 @@ class Mis(_Masking):
     lower: PositiveFloat | None = None
     """Ratios below this are dropped too. null: one-sided, as the papers write it."""
 
-    @model_validator(mode="after")
-    def _bounds_in_order(self) -> Mis:
-        if self.lower is not None and self.lower >= self.cap:
-            raise ValueError(f"lower {self.lower:g} is not below cap {self.cap:g}: every token would be dropped")
-        return self
 
-
-class IcePop(_Masking):
+class IcePop(_Masking, _Bounded):
     mode: Literal["icepop"] = "icepop"
     level: Literal["token"] = "token"
     """IcePop is defined on tokens."""
@@ -105,17 +99,8 @@ class IcePop(_Masking):
     upper: PositiveFloat = 5.0
     """Tokens whose ratio is above are dropped."""
 
-    @model_validator(mode="after")
-    def _bounds_in_order(self) -> IcePop:
-        if self.lower >= self.upper:
-            raise ValueError(
-                f"lower {self.lower:g} is not below upper {self.upper:g}: every token would be dropped; "
-                f"the bounds look reversed (lower: {self.upper:g}, upper: {self.lower:g}?)"
-            )
-        return self
 
-
-class Reject(_Masking):
+class Reject(_Masking, _Bounded):
     mode: Literal["reject"] = "reject"
     statistic: Literal["geometric", "seq_mean_k1", "seq_mean_k3", "max_k3"] = "seq_mean_k3"
     """What a sequence is judged by. `geometric` and `seq_mean_k1` are compared with bounds on the ratio scale (1 is
@@ -125,19 +110,12 @@ class Reject(_Masking):
     upper: PositiveFloat | None = None
     """Sequences with a larger statistic are dropped. null: no bound."""
 
-    @field_validator("statistic", mode="before")
-    @classmethod
-    def _other_spellings(cls, statistic: Any) -> Any:
-        others = {"geometric_mean": "geometric", "seq_max_k3": "max_k3"}
-        return others.get(statistic, statistic) if isinstance(statistic, str) else statistic
-
     @property
     def on_ratio_scale(self) -> bool:
         return self.statistic in ("geometric", "seq_mean_k1")
 
     @model_validator(mode="after")
-    def _bounds_make_sense(self) -> Reject:
-        _check_bounds(self.lower, self.upper, "rejected", "sequence")
+    def _lower_bounds_something(self) -> Reject:
         if self.on_ratio_scale and self.lower == 0:
             raise ValueError("lower 0 on the ratio scale bounds nothing; leave it out")
         return self
@@ -149,7 +127,7 @@ class Veto(_Masking):
     """A sequence with any token ratio below this is dropped."""
 
 
-class Mask(_Masking):
+class Mask(_Masking, _Bounded):
     mode: Literal["mask"] = "mask"
     level: Level = "token"
     """Which ratio decides: the token's, the product over the sequence, or its geometric mean. A bound on a sum of k1 =
@@ -158,11 +136,6 @@ class Mask(_Masking):
     """Tokens, or sequences, whose ratio is below are dropped. null: no bound."""
     upper: PositiveFloat | None = None
     """Tokens, or sequences, whose ratio is above are dropped. null: no bound."""
-
-    @model_validator(mode="after")
-    def _bounds_make_sense(self) -> Mask:
-        _check_bounds(self.lower, self.upper, "dropped", "token")
-        return self
 
 
 class Opsm(_Masking):

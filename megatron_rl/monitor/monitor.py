@@ -43,13 +43,32 @@ def noise_scale_parts(sq_small: float, sq_big: float, batch_small: float, batch_
     return grad_sq, trace_cov
 
 
-class GradientNoiseScale:
-    """Running estimate of B_simple: the exponential mean of tr Σ divided by that of |G|²."""
+class _Remembers:
+    """Keeps its `FIELDS` over a restart."""
+
+    FIELDS: tuple[str, ...]
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state as JSON values."""
+        return {name: getattr(self, name) for name in self.FIELDS}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from `state_dict`."""
+        for name in self.FIELDS:
+            setattr(self, name, state[name])
+
+
+class GradientNoiseScale(_Remembers):
+    """Running estimate of B_simple: the exponential mean of tr Σ divided by that of |G|².
+
+    Both means lack the same factor, 1 − decay^n after n observations.
+    """
+
+    FIELDS = ("grad_sq", "trace_cov")
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
         self.grad_sq = self.trace_cov = 0.0
-        self.weight = 0.0  # 1 − decay^n after n observations; the same for both means, so it cancels in the ratio
 
     def observe(self, sq_small: float, sq_big: float, batch_small: float, batch_big: float) -> float:
         """Add one step's squared norms (see `noise_scale_parts`) and return the running estimate."""
@@ -58,7 +77,6 @@ class GradientNoiseScale:
             keep = 1.0 - self.decay
             self.grad_sq = self.decay * self.grad_sq + keep * grad_sq
             self.trace_cov = self.decay * self.trace_cov + keep * trace_cov
-            self.weight = self.decay * self.weight + keep
         return self.value
 
     @property
@@ -66,35 +84,21 @@ class GradientNoiseScale:
         """B_simple in sequences; NaN while the averaged |G|² is not above 0 (the noise is too large)."""
         return self.trace_cov / self.grad_sq if self.grad_sq > 0 else math.nan
 
-    def state_dict(self) -> dict[str, float]:
-        """Return the state as JSON values."""
-        return {"grad_sq": self.grad_sq, "trace_cov": self.trace_cov, "weight": self.weight}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from `state_dict`."""
-        self.grad_sq, self.trace_cov, self.weight = state["grad_sq"], state["trace_cov"], state["weight"]
-
-
-class RunningMean:
+class RunningMean(_Remembers):
     """Bias-corrected exponential mean; values that are not finite are skipped."""
 
+    FIELDS = ("sum", "weight")
+
     def __init__(self, decay: float) -> None:
-        self.decay, self._sum, self._weight = decay, 0.0, 0.0
+        self.decay, self.sum, self.weight = decay, 0.0, 0.0
 
     def observe(self, value: float) -> float:
         """Add one value and return the mean (NaN before the first finite value)."""
         if math.isfinite(value):
-            self._sum = self.decay * self._sum + (1.0 - self.decay) * value
-            self._weight = self.decay * self._weight + (1.0 - self.decay)
-        return self._sum / self._weight if self._weight else math.nan
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the state as JSON values."""
-        return {"sum": self._sum, "weight": self._weight}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from `state_dict`."""
-        self._sum, self._weight = state["sum"], state["weight"]
+            self.sum = self.decay * self.sum + (1.0 - self.decay) * value
+            self.weight = self.decay * self.weight + (1.0 - self.decay)
+        return self.sum / self.weight if self.weight else math.nan
 
 
 NOISE_DECAY = 0.9  # of the running means, per step
@@ -130,16 +134,15 @@ class NoiseMonitor:
         self.scale.load_state_dict(state["scale"])
 
 
-# Pearson correlation of the spurious signal J with the gradient step, over the run [OH §5, Eq 23].
-
-
-class StepCorrelation:
-    """Running Pearson correlation of a metric with its step, in constant memory.
+class StepCorrelation(_Remembers):
+    """Running Pearson correlation of a metric with its step, in constant memory [OH §5, Eq 23].
 
     For J = Σ A (φ - 1) it is `hacking/J_pcc`: a value well above 0 means that training increases the spurious part of
     the objective. Means and co-moments are updated one observation at a time (Welford), so that a resumed run
     continues bit for bit.
     """
+
+    FIELDS = ("_count", "_mean_step", "_mean_value", "_step_2", "_value_2", "_cross")
 
     def __init__(self):
         self._count = 0
@@ -163,13 +166,6 @@ class StepCorrelation:
         if self._count < 3 or scale == 0:
             return None
         return max(-1.0, min(1.0, self._cross / scale))
-
-    def state_dict(self) -> dict[str, float]:
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        assert state.keys() == vars(self).keys()
-        vars(self).update(state)
 
 
 # Phases inside one of the two engines. The rest of a step counts as overhead: packing, rewards, weight sync,
@@ -199,11 +195,6 @@ class PhaseTimer:
         self._tokens: dict[str, int] = {}
         self._engine_seconds = 0.0
         self._open: list[str] = []
-
-    @property
-    def current(self) -> str | None:
-        """The innermost running phase, or None."""
-        return self._open[-1] if self._open else None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Span]:

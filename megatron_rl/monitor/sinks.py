@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_rl.config.monitor import SinksConfig, WandbSinkConfig
 from megatron_rl.config.yaml12 import parse
@@ -29,19 +29,6 @@ class SinkError(Exception):
     """A service did not accept the data that was sent."""
 
 
-class Client(Protocol):
-    """A service's client as `ServiceSink` uses it: one thread calls begin, log and end in this order."""
-
-    def begin(self, recipe: Mapping[str, Any], resumes: bool) -> None:
-        """Open the run on the service; ``resumes``: continue the run of an earlier start."""
-
-    def log(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """Send a step, recorded at Unix time ``seconds``."""
-
-    def end(self) -> None:
-        """Send the remaining steps and close the run."""
-
-
 class ServiceSink:
     """Sends each step to a service from its own thread; `write` returns at once.
 
@@ -49,7 +36,7 @@ class ServiceSink:
     tried again.
     """
 
-    def __init__(self, client: Client, recipe: Path) -> None:
+    def __init__(self, client: Wandb, recipe: Path) -> None:
         self._client, self._recipe = client, recipe
         self._resumes = False
         self._waiting: queue.Queue[tuple[int, dict[str, float], float] | None] = queue.Queue(MOST_WAITING)
@@ -120,12 +107,16 @@ def missing_clients(config: SinksConfig) -> list[str]:
 
 
 class Wandb:
-    """Weights & Biases. It accepts a step once, so steps that a resumed run repeats keep their first values."""
+    """Weights & Biases, called by one thread: begin, log, end.
+
+    It accepts a step once, so steps that a resumed run repeats keep their first values.
+    """
 
     def __init__(self, config: WandbSinkConfig, directory: RunDirectory) -> None:
         self._config, self._directory = config, directory
 
     def begin(self, recipe: Mapping[str, Any], resumes: bool) -> None:
+        """Open the run on the service; ``resumes``: continue the run of an earlier start."""
         import wandb
 
         config = self._config
@@ -144,9 +135,11 @@ class Wandb:
         )
 
     def log(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        """Send a step, recorded at Unix time ``seconds``."""
         self._run.log({**metrics, "_timestamp": seconds}, step=step)
 
     def end(self) -> None:
+        """Send the remaining steps and close the run."""
         self._run.finish()
 
 

@@ -23,7 +23,7 @@ def add_patch(parser: argparse.ArgumentParser) -> None:
         "check": "Prove that each series fits a pristine upstream.",
         "apply": "Apply every series, or those named.",
         "revert": "Restore upstream's files.",
-        "export": "Write patch files from a git checkout or a patched tree.",
+        "export": "Write patch files from a git checkout.",
     }
     for name, text in texts.items():
         action = actions.add_parser(name, help=text, description=text)
@@ -67,8 +67,7 @@ def run_patch(options: argparse.Namespace) -> int:
 
     To change the patches of a release, give them a git checkout: tag the pristine tree, `git am` the patches in the
     order of `series`, amend or add commits (one for each patch, with the trailers Origin, Forwarded, Drop-When and
-    Test), then export. `export --tree DIR` without --base renews line numbers and hashes for a newer tree that the
-    patches fit.
+    Test), then export.
 
     All or nothing: if one hunk does not match, no file changes and the message names patch, file and line. The record
     of what was changed stands in the tree (megatron/core/patches.diff); `revert` takes that back, and refuses a file
@@ -137,14 +136,11 @@ def act(options: argparse.Namespace, series: Series, purposes: list[str] | None)
         return upstream.check(series, repository, repository / ".cache" / "patches", options.archive, tree, purposes)
     if options.action in ("apply", "revert"):
         return states.apply_or_revert(*on_tree(options, series), options.action == "revert", purposes)
-    if options.tree is None:
-        raise PatchError("export reads a checkout or a tree: name it with --tree")
+    if options.tree is None or options.base is None:
+        raise PatchError("export reads the commits BASE..HEAD of a git checkout: name both, --tree DIR --base BASE")
     _repository("export writes the folder patches/")
     root = on_tree(options, series)[1].root
-    if options.base:
-        names = upstream.from_checkout(series, root, options.base, purposes and purposes[0])
-    else:
-        names = upstream.refresh(series, states.examine(series, releases.Target(root, None)).pristine)
+    names = upstream.from_checkout(series, root, options.base, purposes and purposes[0])
     return f"wrote {len(names)} patches"
 
 

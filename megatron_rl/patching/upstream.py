@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.patching.releases import Target, line
-from megatron_rl.patching.series import PURPOSES, Files, Patch, PatchError, Series, apply, diff, run_git, write_files
+from megatron_rl.patching.series import PURPOSES, Files, Patch, PatchError, Series, apply, run_git, write_files
 from megatron_rl.patching.states import apply_or_revert, examine
 
 SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 has filters
@@ -166,19 +166,6 @@ def from_checkout(series: Series, checkout: Path, base: str, purpose: str | None
     first = {path: _show(checkout, base, path) for path in _changed("".join(texts.values()))}
     _write(series, first, texts, purpose)
     first = {path: _show(checkout, base, path) for path in Series.read(series.folder).paths}
-    return _finish(series.folder, first, texts)
-
-
-def refresh(series: Series, files: Files) -> list[str]:
-    """Rewrite the patches with line numbers and context of a (newer) tree, and return their names."""
-    state = first = files
-    texts: dict[str, str] = {}
-    for patch in (patch for patch in series.patches if patch.name in series.files):
-        after = patch.applied_to(state)
-        head = series.files[patch.name].read_text().partition("\n---\n")[0]
-        texts[patch.name] = f"{head}\n---\n{_without_index(diff(state, after).decode())}"
-        state = after
-    _write(series, first, texts)
     return _finish(series.folder, first, texts)
 
 

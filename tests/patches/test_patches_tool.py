@@ -166,10 +166,8 @@ def test_git_checkout_and_export_reproduce_the_patches(patches, checkout, tmp_pa
         "top/pkg/new.py",
     ]
     before = read(patches)
-    # From the commits, and from the patched tree: the same files.
-    for source in (("--tree", checkout, "--base", "pristine"), ("--tree", other)):
-        assert run("export", "--patches", patches, *source, "small").returncode == 0
-        assert read(patches) == before
+    assert run("export", "--patches", patches, "--tree", checkout, "--base", "pristine", "small").returncode == 0
+    assert read(patches) == before
 
 
 def test_patches_are_what_git_takes(patches, checkout, tmp_path):

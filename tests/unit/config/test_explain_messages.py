@@ -349,19 +349,6 @@ def unknown_keys(count: int) -> str:
     return "name: x\nextends: recipes/tiny/grpo.yaml\n" + "".join(f"key{number}: 1\n" for number in range(count))
 
 
-def test_a_recipe_has_a_size_that_is_read_in_seconds(tmp_path):
-    """Also where each of many files is small enough."""
-    path = tmp_path / "x.yaml"
-    path.write_text(unknown_keys(12_000))
-    with pytest.raises(InputError, match=r"x\.yaml: \d+ bytes; at most 131072 are read"):
-        load_recipe(path)
-    for number in range(30):
-        (tmp_path / f"base{number}.yaml").write_text(f"# {'x' * 5000}\nseed: 1\n")
-    path.write_text(f"name: x\nextends: [{', '.join(f'base{number}.yaml' for number in range(30))}]\n")
-    with pytest.raises(InputError, match=r"base\d+\.yaml: \d+ bytes \(extended by .*; at most 131072 are read"):
-        load_recipe(path)
-
-
 def test_the_first_of_many_problems_are_told(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text(unknown_keys(500))
@@ -386,9 +373,9 @@ def test_a_link_to_itself_is_no_file(tmp_path):
         ("data.train.²=3", "after it comes the number of an item .*, found '²'"),
         ("²=3", "²: unknown key"),
         ("data.train." + "9" * 5000 + "=3", "after it comes the number of an item"),
-        (".".join(["a"] * 5000) + "=1", "a path of 5000 parts; at most 131072 and 32 are read"),
+        (".".join(["a"] * 5000) + "=1", "a path of 5000 parts; at most 32 are read"),
         (r'run_root="a\nb"', "holds a control character"),
-        ("data=" + "[" * 200_000, "200005 characters, a path of 1 parts; at most 131072"),
+        ("data=" + "[" * 200_000, "the value is not valid YAML"),
     ],
 )
 def test_an_override_that_no_recipe_has_a_place_for(override, message):
