@@ -282,14 +282,12 @@ class ScheduleConfig(Section):
     @model_validator(mode="after")
     def _keys_of_one_style(self) -> ScheduleConfig:
         if self.style != "length-decay":
-            for key in ("mode", "decay_period"):
-                if getattr(self, key) is not None:
+            for key in ("mode", "decay_period", "decay_phase"):
+                if getattr(self, key):
                     raise ValueError(
                         f"{key}: {getattr(self, key)!r} has no effect with style {self.style!r}; "
                         f"remove it or set style: length-decay"
                     )
-            if self.decay_phase:
-                raise ValueError(f"decay_phase: {self.decay_phase} has no effect with style {self.style!r}; remove it")
         elif self.mode is None:
             raise ValueError("mode: missing; style length-decay needs mode manual, auto or shadow")
         elif self.mode == "manual" and self.decay_period is None:

@@ -189,10 +189,6 @@ PPO_LIKE_CLIP = 0.01
 """Bounds of a length-normalized sequence ratio live near 1e-4; from here up they look like PPO's per-token ones."""
 
 
-LARGEST_RATIO = math.exp(20.0)
-"""Ratios are clamped to [1/this, this] (`objective.inputs.MAX_LOG_RATIO`): a bound beyond is never reached."""
-
-
 class ObjectiveWarning(OwnWarning):
     """A legal objective that is probably not what was meant."""
 
@@ -394,13 +390,6 @@ def objective_warnings(config: ObjectiveConfig) -> list[str]:
                 f"reject on {item.statistic} compares on the ratio scale, where 1 means agreement, and its bounds "
                 f"(lower {item.lower}, upper {item.upper}) drop sequences on which both engines agree; divergences "
                 "like 0.001 belong to seq_mean_k3 and max_k3"
-            )
-    for item in config.correction:
-        upper = getattr(item, "cap", None) or getattr(item, "upper", None) or 0.0
-        if item.mode in ("tis", "mis", "icepop", "mask") and upper >= LARGEST_RATIO:
-            warnings.append(
-                f"{item.mode} has the upper bound {upper:g}, which no ratio exceeds: ratios are clamped to at most "
-                f"{LARGEST_RATIO:.3g}"
             )
     if any(getattr(item, "cap", math.inf) < 1 for item in config.correction):
         warnings.append("a correction cap below 1 shrinks tokens on which both engines agree")

@@ -210,12 +210,6 @@ def drawable_panels(groups: Sequence[Curves]) -> list[Panel]:
     return [panel for panel in PANELS if groups and panel_metrics(panel, groups)]
 
 
-def zero_panels(groups: Sequence[Curves]) -> list[str]:
-    """Return the titles of panels that are left out because all values are 0."""
-    available = set().union(*(group.metrics for group in groups)) if groups else set()
-    return [panel.title for panel in PANELS if matching(panel.metrics, available) and not panel_metrics(panel, groups)]
-
-
 def draw_panel(axes: Axes, panel: Panel, groups: Sequence[Curves], is_smoothed: bool = False) -> None:
     """Draw ``panel``: a colour per group (mean over seeds, band from lowest to highest), a line style per metric.
 
@@ -325,8 +319,6 @@ def draw_figure(groups: Sequence[Curves], title: str, columns: int = 3) -> Figur
         )
     else:
         figure.suptitle(escaped(title), fontsize=12)
-    if zero := zero_panels(groups):
-        figure.supxlabel(f"0 throughout, not drawn: {', '.join(zero)}", fontsize=8, color="0.4")
     return figure
 
 
@@ -378,6 +370,4 @@ def _legend(groups: Sequence[Curves]) -> str:
 def curves_html(groups: Sequence[Curves]) -> str:
     """Return all panels of ``groups``, with a legend where there are several."""
     panels = "\n".join(f"<figure>{panel_svg(panel, groups)}</figure>" for panel in drawable_panels(groups))
-    zero = html.escape(", ".join(zero_panels(groups)))
-    below = f"\n<p>0 throughout, not drawn: {zero}.</p>" if zero else ""
-    return f"{_legend(groups)}\n<main>\n{panels}\n</main>{below}"
+    return f"{_legend(groups)}\n<main>\n{panels}\n</main>"

@@ -81,7 +81,6 @@ def test_an_overlay_can_be_read():
     figure.draw_without_rendering()
     by_title = {axes.get_title(): axes for axes in figure.axes}
     assert "clip fraction" not in by_title
-    assert figure._supxlabel.get_text() == "0 throughout, not drawn: clip fraction"
     legends = [legend for axes in figure.axes if (legend := axes.get_legend()) is not None] + figure.legends
     assert len(legends) == 3
     for legend in legends:
