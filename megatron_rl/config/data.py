@@ -123,15 +123,6 @@ BUILTIN_REWARDS = ("math", "modsum", "exact")
 _CUSTOM = re.compile(r"(?:.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 
-def _known(name: str) -> str:
-    if name in BUILTIN_REWARDS or _CUSTOM.fullmatch(name):
-        return name
-    raise ValueError(
-        f"unknown reward {name!r}: allowed are {', '.join(BUILTIN_REWARDS)}, by_source, "
-        "path/to/file.py:function and package.module:function"
-    )
-
-
 class OverlongConfig(Section):
     """Soft punishment of length [DAPO]: R += min(-(T - (L - buffer)) / buffer · penalty, 0)."""
 
@@ -194,16 +185,6 @@ class RewardConfig(Section):
     mask_truncated: bool = False
     """Leave responses cut at the length limit out of the loss. They keep their place in their group's baseline."""
 
-    @field_validator("name")
-    @classmethod
-    def _name_is_known(cls, name: str) -> str:
-        return name if name == "by_source" else _known(name)
-
-    @field_validator("by_source")
-    @classmethod
-    def _names_are_known(cls, by_source: dict[str, str]) -> dict[str, str]:
-        return {source: _known(name) for source, name in by_source.items()}
-
     @model_validator(mode="after")
     def _by_source_is_used(self) -> RewardConfig:
         if (self.name == "by_source") != bool(self.by_source):
@@ -211,4 +192,10 @@ class RewardConfig(Section):
                 "`name: by_source` and the mapping `by_source` go together: "
                 f"found name: {self.name} with {len(self.by_source)} entries"
             )
+        for name in self.by_source.values() if self.by_source else [self.name]:
+            if name not in BUILTIN_REWARDS and not _CUSTOM.fullmatch(name):
+                raise ValueError(
+                    f"{'by_source' if self.by_source else 'name'}: unknown reward {name!r}: allowed are "
+                    f"{', '.join(BUILTIN_REWARDS)}, by_source, path/to/file.py:function and package.module:function"
+                )
         return self

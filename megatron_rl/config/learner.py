@@ -17,22 +17,12 @@ from megatron_rl.process.fp32_products import Fp32Product
 class LossScaleConfig(Section):
     """Dynamic loss scaling of an fp16 learner; without effect on bf16 and fp32, which run unscaled."""
 
-    initial: float = Field(32768.0, gt=0)
-    """Scale of the first update."""
-    minimum: float = Field(1.0, gt=0)
-    """The scale never falls below this."""
+    initial: float = Field(32768.0, ge=1)
+    """Scale of the first update; it never falls below 1."""
     growth_interval: PositiveInt = 1000
     """Updates in a row without overflow after which the scale doubles."""
-    backoff_factor: float = Field(0.5, gt=0, lt=1)
-    """The scale is multiplied by this at an overflow."""
     hysteresis: PositiveInt = 1
-    """From this many overflows on, counted since the scale last grew, each one lowers the scale. 1: every overflow."""
-
-    @model_validator(mode="after")
-    def _minimum_below_initial(self) -> LossScaleConfig:
-        if self.minimum > self.initial:
-            raise ValueError(f"minimum: {self.minimum} is above initial ({self.initial}); lower one or raise the other")
-        return self
+    """From this many overflows on, counted since the scale last grew, each one halves the scale. 1: every overflow."""
 
 
 class PrecisionConfig(Section):

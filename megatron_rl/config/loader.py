@@ -22,7 +22,6 @@ from megatron_rl.errors import InputError, shown
 from megatron_rl.shipped import existing_or_shipped
 
 MAX_DEPTH = 32  # of files that extend files
-MAX_BASES = 64  # that one file names
 MAX_PARTS = 32  # of the path of a `--set`
 
 
@@ -98,8 +97,6 @@ def _read(path: Path, chain: tuple[Path, ...], known: dict[Path, _Tree]) -> _Tre
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise InputError(f"recipe {path}: extends: expected the name of a file or a list of names, found {bases!r}")
-    if len(bases) > MAX_BASES:
-        raise InputError(f"recipe {path}: extends: {len(bases)} files; at most {MAX_BASES} are read")
     tree = _Tree({}, {})
     for base in bases:
         tree = _over(tree, _read(existing_or_shipped(base, path.parent), (*chain, path), known))
@@ -253,7 +250,7 @@ def _fill_in(values: dict[str, Any]) -> None:
 _EXTENDS = {
     "anyOf": [
         {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "maxItems": MAX_BASES},
+        {"type": "array", "items": {"type": "string"}},
         {"type": "null"},
     ],
     "description": "Recipes that this one changes, relative to it: one, or several merged in order.",

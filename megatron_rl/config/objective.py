@@ -114,12 +114,6 @@ class Reject(_Masking, _Bounded):
     def on_ratio_scale(self) -> bool:
         return self.statistic in ("geometric", "seq_mean_k1")
 
-    @model_validator(mode="after")
-    def _lower_bounds_something(self) -> Reject:
-        if self.on_ratio_scale and self.lower == 0:
-            raise ValueError("lower 0 on the ratio scale bounds nothing; leave it out")
-        return self
-
 
 class Veto(_Masking):
     mode: Literal["veto"] = "veto"

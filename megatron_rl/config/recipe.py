@@ -361,11 +361,6 @@ def exact_problems(recipe: RecipeSections) -> list[str]:
             f"routing.{key} needs another engine's routes; under rollout.engine exact there is none, and routes "
             "agree by themselves; use replay off or r2 without telemetry"
         )
-    if rollout.max_num_batched_tokens is not None:
-        problems.append(
-            f"rollout.max_num_batched_tokens: {rollout.max_num_batched_tokens} is about vLLM's steps; rollout.engine "
-            "exact has none; remove it"
-        )
     if recipe.learner.megatron:
         problems.append(
             f"learner.megatron: {', '.join(recipe.learner.megatron)} with rollout.engine exact, whose two passes agree "
@@ -387,6 +382,8 @@ def exact_problems(recipe: RecipeSections) -> list[str]:
 REMOVED: dict[str, tuple[Any, str]] = {
     "learner.compile": (False, "torch.compile made an update on CPUs a tenth faster and had no use on GPUs"),
     "learner.loss_scale.growth_factor": (2.0, "the loss scale grows by 2"),
+    "learner.loss_scale.backoff_factor": (0.5, "an overflow halves the loss scale"),
+    "learner.loss_scale.minimum": (1.0, "the loss scale never falls below 1"),
     "monitor.repetition_ngram": (8, "response/repetition_frac counts n-grams of 8 tokens"),
     "monitor.show_sample_every": (0, "`megatron-rl run samples RUN` prints the responses that monitor.samples keeps"),
     "monitor.sinks.mlflow": (None, "MLflow's importers read the TensorBoard files of a run"),

@@ -327,16 +327,9 @@ class NoiseConfig(Section):
         if self.strength != 1.0 and self.kind != "weights":
             raise ValueError(f"strength: {self.strength:g} has no effect with kind {self.kind}; use std")
         beside = {"weights": {"block"}, "frozen": {"context"}, "router": {"layers"}, "hidden": {"layers", "operator"}}
-        own = {wanted} | beside.get(self.kind, set())
-        names = ("std", "bits", "updates", "block", "context", "layers", "operator")
-        other = [name for name in names if name not in own]
-        for name in other:
-            if getattr(self, name):
-                owner = next((kind for kind in ("weights", "frozen", "hidden") if name in beside[kind]), None)
-                owner = owner or next(kind for kind, size in SIZE_OF.items() if size == name)
-                raise ValueError(
-                    f"{name}: {getattr(self, name)} has no effect with kind {self.kind}; remove it, or use kind {owner}"
-                )
+        for name in ("std", "bits", "updates", "block", "context", "layers", "operator"):
+            if getattr(self, name) and name not in {wanted} | beside.get(self.kind, set()):
+                raise ValueError(f"{name}: {getattr(self, name)} has no effect with kind {self.kind}; remove it")
         return self
 
 

@@ -116,7 +116,11 @@ def run_explain_schedule(options: argparse.Namespace) -> int:
         raise InputError(f"{directory.metrics}: no step was recorded")
     if not run.is_own:
         print("\n".join(run.source_lines()))
-    config, lr, is_own = read_schedule(directory, options.changes) if run.is_own else their_schedule(run, options)
+    if run.is_own:
+        recipe = read_yaml(directory.recipe, "recipe")
+        config, lr, is_own = schedule_of(recipe, str(directory.recipe), options.changes)
+    else:
+        config, lr, is_own = their_schedule(run, options)
     check_order(records, directory.metrics)
     steps = replay(records, config, lr, total_steps=int(records[-1]["step"]) + 1)
     print_story(steps, config, lr, is_own)
@@ -151,15 +155,11 @@ def their_schedule(run: Run, options: argparse.Namespace) -> tuple[ScheduleConfi
     return config, lr, False
 
 
-def read_schedule(run: RunDirectory, changes: str) -> tuple[ScheduleConfig, float, bool]:
-    """Return the schedule to explain, the peak rate, and whether it is the run's own schedule."""
-    if not run.recipe.is_file():
-        raise InputError(f"{run.recipe}: no such file; expected a run directory")
-    return schedule_of(read_yaml(run.recipe, "recipe"), str(run.recipe), changes)
-
-
 def schedule_of(recipe: Mapping[str, Any], source: str, changes: str) -> tuple[ScheduleConfig, float, bool]:
-    """The same of a ``recipe`` as plain values; ``source`` is named in errors."""
+    """Return the schedule to explain, the peak rate, and whether it is the own one of ``recipe``, in plain values.
+
+    ``source`` is named in errors.
+    """
     recipe = without_removed(dict(recipe))
     section: dict[str, Any] = dict(recipe.get("schedule") or {})
     is_own = not changes and section.get("style") == "length-decay"
@@ -180,15 +180,7 @@ def schedule_of(recipe: Mapping[str, Any], source: str, changes: str) -> tuple[S
         optimizer = OptimizerConfig.model_validate((recipe.get("learner") or {}).get("optimizer") or {})
         return ScheduleConfig.model_validate(section), optimizer.lr, is_own
     except ValidationError as error:
-        style = section.get("style", "constant")
-        hint = (
-            ""
-            if style == "length-decay"
-            else f"\n  the run's style is {style}; --as style=length-decay,… asks for another"
-        )
-        raise InputError(
-            f"schedule of {source} (with --as {changes!r}):\n{explain(error, ScheduleConfig)}{hint}"
-        ) from error
+        raise InputError(f"schedule of {source} (with --as {changes!r}):\n{explain(error, ScheduleConfig)}") from error
 
 
 def print_story(steps: list[ReplayedStep], config: ScheduleConfig, lr: float, is_own: bool) -> None:

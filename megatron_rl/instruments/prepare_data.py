@@ -10,7 +10,6 @@ import argparse
 import hashlib
 import json
 import re
-import statistics
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -139,13 +138,13 @@ def output_row(unique: Unique) -> dict[str, Any]:
     row: dict[str, Any] = {"id": unique.id}
     row["problem" if isinstance(unique.question, str) else "prompt"] = unique.question
     row |= {"answer": unique.answer(), "data_source": unique.data_source}
-    row |= {"tools": json.dumps(unique.tools)} if unique.tools else {}  # as text: parquet would mix their keys
+    row |= {"tools": json.dumps(unique.tools)} if unique.tools else {}
     return row | {"extra_info": {**unique.extra, "copies": unique.copies}}
 
 
 def add_prepare_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", type=Path, help="Read these dataset files, .jsonl or .parquet.")
-    parser.add_argument("--out", type=output_file, required=True, help="Write this file, .jsonl or .parquet.")
+    parser.add_argument("--out", type=output_file, required=True, help="Write this file, .jsonl.")
     parser.add_argument(
         "--against", type=Path, nargs="*", default=[], help="Keep problems of these evaluation sets out."
     )
@@ -171,8 +170,8 @@ def run_prepare_data(options: argparse.Namespace) -> int:
     The same files give the same bytes; ids are hashes of the problems. The printed text and OUT.report.json list what
     was found and what was left out.
     """
-    if options.out.suffix not in (".jsonl", ".parquet"):
-        raise InputError(f"--out {options.out}: unknown kind of file; allowed: .jsonl, .parquet")
+    if options.out.suffix != ".jsonl":
+        raise InputError(f"--out {options.out}: unknown kind of file; allowed: .jsonl")
     report = prepare(options)
     file = options.out.with_name(options.out.name + ".report.json")
     file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -228,17 +227,11 @@ def remove_overlap(uniques: list[Unique], against: Sequence[Path]) -> tuple[list
 
 
 def write_rows(file: Path, uniques: list[Unique]) -> dict[str, Any]:
-    """Write ``uniques`` in the format of ``file``'s ending; return the number of rows and the file's hash."""
+    """Write ``uniques`` as JSON lines; return the number of rows and the file's hash."""
     rows = [output_row(unique) for unique in uniques]
     partial = file.with_name(f".partial-{file.name}")
-    if file.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), partial)
-    else:
-        lines = (json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
-        partial.write_text("".join(lines), encoding="utf-8")
+    lines = (json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
+    partial.write_text("".join(lines), encoding="utf-8")
     partial.replace(file)
     return {"file": file.name, "rows": len(rows), "sha256": _sha256(file)}
 
@@ -251,13 +244,12 @@ def _sha256(file: Path) -> str:
 def prepare(options: argparse.Namespace) -> dict[str, Any]:
     """Do all steps and return the report."""
     uniques, counts = collect(problems_of(options.files))
-    copies = sorted(unique.copies for unique in uniques)
     report: dict[str, Any] = {
         "inputs": [{"file": path.name, "sha256": _sha256(path)} for path in options.files],
         "rows": counts["rows"],
         "instructions_stripped": counts["instructions_stripped"],
         "unique": len(uniques),
-        "copies": {"min": copies[0], "median": statistics.median_low(copies), "max": copies[-1]},
+        "most_copies": max(unique.copies for unique in uniques),
     }
     uniques, report["conflicts"] = settle_conflicts(uniques)
     uniques, report["golds"] = check_golds(uniques)
@@ -270,10 +262,10 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
 
 def as_text(report: dict[str, Any]) -> str:
     """Return the report as text."""
-    copies, conflicts, golds, overlap = (report[key] for key in ("copies", "conflicts", "golds", "overlap"))
+    conflicts, golds, overlap = (report[key] for key in ("conflicts", "golds", "overlap"))
     lines = [
         f"rows        {report['rows']} ({report['instructions_stripped']} inside a known instruction)",
-        f"unique      {report['unique']}; copies of one: {copies['min']} to {copies['max']}, median {copies['median']}",
+        f"unique      {report['unique']}; copies of one: at most {report['most_copies']}",
         f"conflicts   {conflicts['problems']} problems with several answers",
         "answers     " + ", ".join(f"{count} {kind}" for kind, count in golds["kinds"].items()),
     ]

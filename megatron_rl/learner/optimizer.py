@@ -47,9 +47,9 @@ class LossScaler(DynamicGradScaler):
         config = config or LossScaleConfig(initial=1.0)
         super().__init__(
             initial_scale=config.initial,
-            min_scale=config.minimum,
+            min_scale=1.0,
             growth_factor=2.0,
-            backoff_factor=config.backoff_factor,
+            backoff_factor=0.5,
             growth_interval=config.growth_interval,
             hysteresis=config.hysteresis,
         )

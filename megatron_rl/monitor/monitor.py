@@ -71,17 +71,13 @@ class GradientNoiseScale(_Remembers):
         self.grad_sq = self.trace_cov = 0.0
 
     def observe(self, sq_small: float, sq_big: float, batch_small: float, batch_big: float) -> float:
-        """Add one step's squared norms (see `noise_scale_parts`) and return the running estimate."""
+        """Add one step's squared norms (see `noise_scale_parts`) and return B_simple so far, in sequences."""
         grad_sq, trace_cov = noise_scale_parts(sq_small, sq_big, batch_small, batch_big)
         if math.isfinite(grad_sq) and math.isfinite(trace_cov):
             keep = 1.0 - self.decay
             self.grad_sq = self.decay * self.grad_sq + keep * grad_sq
             self.trace_cov = self.decay * self.trace_cov + keep * trace_cov
-        return self.value
-
-    @property
-    def value(self) -> float:
-        """B_simple in sequences; NaN while the averaged |G|² is not above 0 (the noise is too large)."""
+        # NaN while the averaged |G|² is not above 0: the noise is too large.
         return self.trace_cov / self.grad_sq if self.grad_sq > 0 else math.nan
 
 

@@ -282,24 +282,16 @@ def share_samples(groups: Sequence[Group], places: Sequence[int]) -> dict[int, d
     texts_and_ratios: dict[int, tuple[str | None, dict[str, float] | None]] = {}
     for place in places:
         rollout = rollouts[place]
-        text = rollout.text if _speaks(rollout.owner) else None
-        rho = rho_summary(rollout) if _speaks(rollout.holder) else None
+        text = rollout.text if world_rank() == (rollout.owner or 0) else None
+        rho = rho_summary(rollout) if world_rank() == (rollout.holder or 0) else None
         if text is not None or rho is not None:
             texts_and_ratios[place] = text, rho
     ratios: dict[int, dict[str, float] | None] = {}
     for place, (text, rho) in (item for share in gather_objects(texts_and_ratios) for item in share.items()):
-        _tell(rollouts[place], text)
+        if text is not None and world_rank() == 0:
+            rollouts[place].text = text
         ratios[place] = ratios.get(place) or rho
     return ratios
-
-
-def _speaks(rank: int | None) -> bool:
-    return world_rank() == (rank or 0)
-
-
-def _tell(rollout: Rollout, text: str | None) -> None:
-    if text is not None and world_rank() == 0:
-        rollout.text = text
 
 
 CORRECT = 1.0  # a rollout with at least this raw reward solved its problem

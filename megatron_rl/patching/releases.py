@@ -6,14 +6,11 @@ import contextlib
 import dataclasses
 import fcntl
 import importlib.metadata
-import json
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from megatron_rl.patching.series import Files, GitMissing, PatchError, Series, run_git
 from megatron_rl.shipped import shipped
@@ -194,7 +191,8 @@ def find_target(series: Series, tree: str | None, allow_global: bool) -> Target:
         )
     if not (root / top).is_dir():
         raise PatchError(
-            f"{root}: {package} is installed, but there is no {top}/ beside it: {_elsewhere(distribution)}"
+            f"{root}: {package} is installed, but there is no {top}/ beside it: name its source tree with --tree, "
+            f"or reinstall it ({reinstall(package, distribution.version)})"
         )
     if not is_for(series, distribution.version):
         raise PatchError(_other_version(series, distribution.version))
@@ -217,16 +215,6 @@ def _install(series: Series) -> str:
     how = " (pip install --no-deps --ignore-requires-python)" if sys.version_info < (3, 12) else ""  # it has no wheel
     fits = is_for(series, requirement.partition("==")[2])
     return f"install {requirement}{how}" + ("" if fits else f" and leave out the name {series.name}")
-
-
-def _elsewhere(distribution: importlib.metadata.Distribution) -> str:
-    """What to do about a package whose files are not where it is registered."""
-    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
-    if origin.get("dir_info", {}).get("editable"):
-        path = shlex.quote(unquote(urlsplit(origin["url"]).path))
-        return f"it is an editable install, so name its source tree: --tree {path}"
-    pip = reinstall(distribution.metadata["Name"], distribution.version)
-    return f"reinstall it ({pip}), or name a source tree with --tree"
 
 
 def reinstall(package: str, version: str) -> str:

@@ -266,9 +266,6 @@ def test_aliases_and_bases_that_double_are_refused_or_read_once(tmp_path):
     assert load_recipe(tmp_path / "30.yaml").seed == 30
     with pytest.raises(InputError, match="extended through 32 files; at most 32 are followed"):
         load_recipe(tmp_path / "59.yaml")
-    (tmp_path / "wide.yaml").write_text(yaml.safe_dump({"extends": ["0.yaml"] * 65, "name": "wide"}))
-    with pytest.raises(InputError, match="extends: 65 files; at most 64 are read"):
-        load_recipe(tmp_path / "wide.yaml")
     (tmp_path / "deep.yaml").write_text("[" * 100_000)
     with pytest.raises(InputError, match="not valid YAML"):
         load_recipe(tmp_path / "deep.yaml")

@@ -142,10 +142,10 @@ def test_independent_noise_is_another_one_at_every_token():
         ({"kind": "router"}, "kind router needs std"),
         ({"kind": "stale", "updates": 4, "bits": "int4"}, "bits: int4 has no effect with kind stale"),
         ({"kind": "router", "std": 0.1, "operator": "mlp"}, "operator: mlp has no effect with kind router; remove it"),
-        ({"std": 0.1, "layers": [1]}, r"layers: \[1\] has no effect with kind logits; remove it, or use kind hidden"),
+        ({"std": 0.1, "layers": [1]}, r"layers: \[1\] has no effect with kind logits; remove it"),
         (
             {"kind": "logits", "std": 0.1, "context": 2},
-            "context: 2 has no effect with kind logits; remove it, or use kind frozen",
+            "context: 2 has no effect with kind logits; remove it",
         ),
     ],
 )

@@ -54,7 +54,6 @@ def test_explain_schedule_of_another_schedule(tmp_path, capsys):
     ("changes", "said"),
     [
         ("mode=auto", "mode: 'auto' has no effect with style 'constant'"),
-        ("mode=auto", "the run's style is constant; --as style=length-decay,… asks for another"),
         ("style=lenght-decay", "did you mean 'length-decay'?"),
         ("style=length-decay,mode=[", "--as mode=[: the value is not valid YAML"),
         ("min_lr=1_0", "min_lr: found '1_0'"),
