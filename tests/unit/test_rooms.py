@@ -156,8 +156,8 @@ def test_an_engine_is_imported_in_its_rooms_alone(engine):
 
 
 LEAVES = {"errors", "types", "arguments", "shipped"}  # they import nothing that knows a run
-MOST_ARROWS = 160
-BUDGETS = {"spine": 42_700, "instruments": 21_800, "tools": 7_000, "tests": 63_900, "patches": 2_900}
+MOST_ARROWS = 157
+BUDGETS = {"spine": 40_700, "instruments": 20_100, "tools": 6_800, "tests": 59_400, "patches": 2_900}
 """Lines of each. A number goes up only in a commit that says why; goals: 31, 17, 6, 58 and 4 thousand."""
 
 
