@@ -234,7 +234,7 @@ _REWRITTEN = (
     (re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)"), "*"),
     (
         re.compile(
-            r"(?<=\d)(?:[\s~]|\\[ ,;:]|\\q?quad)*+(\\(?:text|mathrm)\s*\{[\s~]*)?"
+            r"(?<=\d)(?:[\s~]|\\[ ,;:]|\\q?quad)*(\\(?:text|mathrm)\s*\{[\s~]*)?"
             r"(?:([aA])|[pP])\.?\s?[mM](?![A-Za-z])\.?(?(1)\s*\})"
         ),
         lambda match: "㏂" if match[2] else "㏘",
