@@ -135,8 +135,6 @@ def problems(row: Row) -> list[str]:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: re.sub(r"\W+", "-", row.rule)[:60])
 def test_a_rule_stands_where_it_was_read(row):
     assert problems(row) == []
-    if missing := [place for place, _ in PLACE.findall(row.proof) if absent(place)]:
-        pytest.skip(f"not installed: {', '.join(WHEEL.findall(row.proof) or missing)}")
 
 
 def test_no_rule_stands_twice():
