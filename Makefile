@@ -27,7 +27,7 @@ setup: ## create .venv with both engines and patch Megatron-Core in it (minutes;
 
 demo: setup ## train the tiny Qwen3-MoE with GRPO from under 0.5 to over 0.9 held-out reward (about 3 minutes)
 	$(RUN) -m megatron_rl train recipes/tiny/demo.yaml --resume never --set name=demo-$$(date +%Y%m%d-%H%M%S)
-	@echo "next: make demo-unstable (a run that collapses, and why); megatron-rl run watch runs/NAME --page; docs/reading-a-run.md"
+	@echo "next: make demo-unstable (a run that collapses, and why); megatron-rl run watch runs/NAME --page FILE; docs/reading-a-run.md"
 
 UNSTABLE := recipes/tiny/unstable.yaml
 demo-unstable: setup ## a run that collapses: its alarms, what `run why` suspects, what `run branch` decides (about 4 minutes)
