@@ -87,7 +87,7 @@ def run_doctor(options: argparse.Namespace) -> int:
 
     Each check runs in its own processes and has a budget of seconds, so that one that hangs or crashes does not stop
     the others. Its result is `pass`, `fail` with the likely fix, or `not run` with the reason. With a RECIPE checks ask
-    for what it needs: the host's memory, attention with its heads, nvcc. `slurm/doctor.sbatch` runs all checks on the
+    for what it needs: the host's memory, and attention with its heads. `slurm/doctor.sbatch` runs all checks on the
     nodes of a job.
 
     Exit status: 0 no check failed, 1 one did, 2 bad arguments.

@@ -204,7 +204,6 @@ def _periodic(match: re.Match[str]) -> str:
 
 
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][A-Za-z.]")  # not a command
-_WITHOUT_WORDS = 13  # patterns that also change texts without words
 _TEXT = r"\s*(?:\\text\s*\{)?\s*"
 _REWRITTEN = (
     (re.compile(r"\^\s*(\{\s*)?((?:[°']|\\(?:circ|degree|prime)(?![A-Za-z])\s*)+)(?(1)\})"), r"\2"),
@@ -232,6 +231,8 @@ _REWRITTEN = (
     (re.compile(r"(?<=\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3})"), ""),
     (re.compile(r"\{:\}"), ":"),
     (re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)"), "*"),
+)
+_REWRITTEN_WORDS = (  # after these; they change nothing in a text without words
     (
         re.compile(
             r"(?<=\d)(?:[\s~]|\\[ ,;:]|\\q?quad)*(\\(?:text|mathrm)\s*\{[\s~]*)?"
@@ -267,7 +268,7 @@ def readings_of_e(text: str) -> tuple[str, ...]:
 def tokenize(text: str) -> tuple[Token, ...]:
     """Return the tokens of ``text`` without its layout. Raises `Unread`."""
     text = plain_signs(text)
-    for pattern, spelling in _REWRITTEN if _WORD.search(text) else _REWRITTEN[:_WITHOUT_WORDS]:
+    for pattern, spelling in (*_REWRITTEN, *_REWRITTEN_WORDS) if _WORD.search(text) else _REWRITTEN:
         text = pattern.sub(spelling, text)
     tokens = _Lexer(text).tokens()
     while tokens:

@@ -251,12 +251,12 @@ class Evidence:
         if config.record_batches == "all":
             return steps
         certain = config.keep if config.record_batches == "last_n" else 1
-        most = max(certain, evidence.batches if evidence is not None else 0)
-        newest: list[int] = []
-        total = 0
-        for recorded in reversed(steps[-most:]):
+        newest = steps[-certain:]
+        more = [] if evidence is None else steps[-evidence.batches : -certain]
+        total = sum(batch_bytes(self._batches, recorded) for recorded in newest) if more else 0
+        for recorded in reversed(more):
             total += batch_bytes(self._batches, recorded)
-            if len(newest) >= certain and total > evidence.max_gib * GIB:
+            if total > evidence.max_gib * GIB:
                 break
             newest.insert(0, recorded)
         for recorded in sorted({*steps} - {*newest} - self._kept):
