@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_rl.__main__ import main
@@ -12,7 +13,7 @@ from megatron_rl.config import load_recipe
 from megatron_rl.instruments.branch.plan import plan_branch
 from megatron_rl.instruments.why.causes import CAUSES
 from megatron_rl.instruments.why.changed import Event
-from megatron_rl.instruments.why.onset import find, page
+from megatron_rl.instruments.why.onset import _lasting_fall, find, page
 from megatron_rl.monitor.alarms import read_packed
 from megatron_rl.monitor.run_directory import JsonlSink
 from tests.support.sick_run import make_run
@@ -326,3 +327,14 @@ def test_what_is_missing_is_named(tmp_path, capsys):
     assert main(["run", "why", str(folder)]) == 2
     assert "recipe.resolved.yaml: cannot be read" in capsys.readouterr().err
     assert main(["run", "why", str(tmp_path / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize(("falls", "found"), [(0.0, 0), (0.25, 100)])
+def test_noise_of_the_reward_is_no_fall(falls, found):
+    """100 rewards with noise about a level of 0.5, and about one that is lost from step 40 on."""
+    told = 0
+    for seed in range(100):
+        noise = (0.15 if falls == 0 else 0.02) * np.random.default_rng(seed).standard_normal(80)
+        records = [{"step": i, "critic/rewards/mean": 0.5 - falls * (i >= 40) + float(x)} for i, x in enumerate(noise)]
+        told += _lasting_fall(records) is not None
+    assert told == found
