@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -75,7 +75,8 @@ def _in_processes(check: Check, setting: Setting, folder: Path, limit: float) ->
     setting.write(folder / "setting.json")
     command = [sys.executable, "-m", "megatron_rl.doctor.frame", check.name]
     command += [str(folder / "setting.json"), str(folder / "outcome.json")]
-    environments = [environment | check.environment for environment in _environments(check, setting)]
+    _store, address = _meeting(check, setting)  # the store lives as long as its name
+    environments = [environment | check.environment for environment in _environments(check, setting, address)]
     logs = [folder / f"log-{i}" for i in range(len(environments))]
     processes: list[subprocess.Popen] = []
     try:
@@ -105,7 +106,17 @@ def _in_processes(check: Check, setting: Setting, folder: Path, limit: float) ->
     return outcome, _tail(logs[first or 0]) if outcome.status == "fail" else ""
 
 
-def _environments(check: Check, setting: Setting) -> list[dict[str, str]]:
+def _meeting(check: Check, setting: Setting) -> tuple[object, dict[str, str]]:
+    """The store where ranks of this node meet, and its address; nothing without them, or without torch: then they tell
+    that it is not installed."""
+    if check.ranks == "one" or setting.in_job or importlib.util.find_spec("torch") is None:
+        return None, {}
+    from megatron_rl.process.ranks import store_for_ranks  # imports torch, before which ranks set variables
+
+    return store_for_ranks()
+
+
+def _environments(check: Check, setting: Setting, address: dict[str, str]) -> list[dict[str, str]]:
     """Return the environment variables of each process of the check on this node."""
     base = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
     base.setdefault("OMP_NUM_THREADS", "1")
@@ -115,18 +126,11 @@ def _environments(check: Check, setting: Setting) -> list[dict[str, str]]:
         own = {name: os.environ[name] for name in _OF_A_RANK if name in os.environ}
         port = int(own["MASTER_PORT"]) + check.port
         return [base | own | {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     size = str(setting.ranks)
     return [
         base | address | {"RANK": str(i), "LOCAL_RANK": str(i), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         for i in range(setting.ranks)
     ]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _wait(processes: list[subprocess.Popen], limit: float) -> int | None:

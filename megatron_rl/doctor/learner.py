@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,19 +113,21 @@ def made_up_batch(seed: int) -> Batch:
     return Batch(step=seed, sequences=sequences, minibatches=[list(range(_SEQUENCES))])
 
 
-def rejoin() -> None:
-    """Leave the job and its groups, and agree on a port at which the ranks meet again for another layout."""
-    from megatron_rl.learner.process_groups import shutdown
-    from megatron_rl.process.ranks import broadcast_object
+_store: object = None  # of the first rank, where all meet again
 
-    port = None
+
+def rejoin() -> None:
+    """Leave the job and its groups, and agree on a store where the ranks meet again for another layout."""
+    from megatron_rl.learner.process_groups import shutdown
+    from megatron_rl.process.ranks import broadcast_object, store_for_ranks
+
+    global _store
+    address = None
     if os.environ["RANK"] == "0":
-        with socket.socket() as probe:
-            probe.bind((os.environ["MASTER_ADDR"], 0))
-            port = probe.getsockname()[1]
-    port = broadcast_object(port)
+        _store, address = store_for_ranks(os.environ["MASTER_ADDR"])
+    address = broadcast_object(address)
     shutdown()
-    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}  # the first rank holds the store
+    os.environ |= address
 
 
 # -- experts

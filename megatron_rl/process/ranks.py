@@ -34,6 +34,16 @@ def world_size() -> int:
     return dist.get_world_size() if dist and dist.is_initialized() else 1
 
 
+def store_for_ranks(address: str = "127.0.0.1") -> tuple[Any, dict[str, str]]:
+    """A store of this process where ranks meet, as the agent of `torchrun` has one, and the variables that lead to it.
+
+    It binds its port and keeps it while it is referenced. A port that is looked for first and bound later may be
+    another process's by then.
+    """
+    store = dist.TCPStore(address, 0, None, True, wait_for_workers=False)
+    return store, {"MASTER_ADDR": address, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
 def gather_objects(item: T) -> list[T]:
     """One picklable object of every rank, in rank order, on every rank. It unpickles: only data of our own ranks."""
     if world_size() == 1:

@@ -23,7 +23,6 @@ import os
 import runpy
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -224,9 +223,9 @@ def run_ranks_of_command(
 ) -> subprocess.CompletedProcess[str]:
     """``python -m name arguments`` on ranks, as `torchrun` starts them: the first status that is not 0, and the first
     rank's output."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    from megatron_rl.process.ranks import store_for_ranks
+
+    _store, world = store_for_ranks()  # the store lives as long as its name
     world |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     call, ranks = {"name": name, "arguments": list(arguments)}, []
     try:

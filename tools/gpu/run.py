@@ -10,7 +10,6 @@ import platform
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.process.host import write_whole
+from megatron_rl.process.ranks import store_for_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = Path(__file__).parent / "site"
@@ -221,12 +221,9 @@ class Run:
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **NCCL, "PYTHONPATH": path}
 
     def environments(self, size: int, plant: str) -> list[dict[str, str]]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        base = {**os.environ, **self.shared(), PLANT: plant}
-        base |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
-        base |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False", "TOKENIZERS_PARALLELISM": "false"}
+        self.store, address = store_for_ranks()  # until the next ranks
+        base = {**os.environ, **self.shared(), **address, PLANT: plant}
+        base |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "TOKENIZERS_PARALLELISM": "false"}
         return [base | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
