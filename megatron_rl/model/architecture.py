@@ -298,22 +298,19 @@ def architecture_from(config: dict[str, Any]) -> Architecture:
     )
 
 
+_ON_HUB = {name.rpartition("/")[2]: name for family in FAMILIES.values() for name in family.known}  # by folder name
 KNOWN_MODELS: dict[str, dict[str, Any]] = {
-    name: {"model_type": family.model_type, **config}
+    name.rpartition("/")[2]: {"model_type": family.model_type, **config}
     for family in FAMILIES.values()
     for name, config in family.known.items()
 }
-HUB_ORGANIZATIONS = {
-    start: organization for family in FAMILIES.values() for start, organization in family.organizations.items()
-}  # by how a folder's name begins
 
 
 def how_to_get(path: Path) -> str:
     """The command that downloads the checkpoint that ``path`` is named after; "" where the name is not known."""
-    organization = next((o for start, o in HUB_ORGANIZATIONS.items() if path.name.startswith(start)), None)
-    if path.name not in KNOWN_MODELS or organization is None:
+    name = _ON_HUB.get(path.name)
+    if name is None:
         return ""
-    name = f"{organization}/{path.name}"
     return f"hf download {name}" + ("" if str(path) == name else f" --local-dir {path}")
 
 

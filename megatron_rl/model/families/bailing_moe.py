@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.model.families import deepseek_v3, glm4_moe
-from megatron_rl.model.families.form import Family
+from megatron_rl.model.families.form import Family, shape
 from megatron_rl.model.families.keys import (
     ANYTHING,
     EXPERTS,
@@ -27,36 +27,34 @@ from megatron_rl.model.families.keys import (
     only,
     whole,
 )
-from megatron_rl.model.families.weights import MOE_BLOCK, ROUTER_BIAS, Weight, named, packed_attention, shared_experts
+from megatron_rl.model.families.weights import (
+    EMBEDDING,
+    MOE_BLOCK,
+    ROUTER_BIAS,
+    named,
+    packed_attention,
+    shared_experts,
+)
 
-_LING_MINI = {
-    "num_hidden_layers": 20,
-    "hidden_size": 2048,
-    "intermediate_size": 5120,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 157184,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 6e5,
-    "partial_rotary_factor": 0.5,
-    "use_qk_norm": True,
-    "use_rmsnorm": True,
-    "tie_word_embeddings": False,
-    "num_experts": 256,
-    "num_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "moe_shared_expert_intermediate_size": 512,
-    "first_k_dense_replace": 1,
-    "n_group": 8,
-    "topk_group": 4,
-    "score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "router_dtype": "fp32",
-    "routed_scaling_factor": 2.5,
-}
+_LING_MINI = shape(
+    *(20, 2048, 5120, 16, 4, 157184, 32768, 6e5),
+    head_dim=128,
+    partial_rotary_factor=0.5,
+    use_qk_norm=True,
+    use_rmsnorm=True,
+    num_experts=256,
+    num_shared_experts=1,
+    num_experts_per_tok=8,
+    moe_intermediate_size=512,
+    moe_shared_expert_intermediate_size=512,
+    first_k_dense_replace=1,
+    n_group=8,
+    topk_group=4,
+    score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    router_dtype="fp32",
+    routed_scaling_factor=2.5,
+)
 
 
 _IN_LEARNER = "which the learner has"  # the reason of `only`
@@ -140,22 +138,12 @@ FAMILY = Family(
     relate=_relate,
     register=_register,
     rotary_fraction=1.0,
-    embedding=Weight(
-        ("model.word_embeddings.weight",),
-        ("embedding.word_embeddings.weight",),
-        ("embedding.word_embeddings.weight",),
-        "vocab",
-        lambda a: ((a.vocab_size, a.hidden_size),),
-    ),
+    embedding=named(EMBEDDING, "model.word_embeddings.weight"),
     layer=(
         *packed_attention("query_key_value", "dense", ("query_layernorm", "key_layernorm")),
         *MOE_BLOCK,
         named(ROUTER_BIAS, "mlp.gate.expert_bias"),
         *shared_experts("shared_experts"),
     ),
-    known={
-        "Ling-mini-2.0": _LING_MINI,
-        "Ring-mini-2.0": _LING_MINI,
-    },
-    organizations={"Ling": "inclusionAI", "Ring": "inclusionAI"},
+    known={"inclusionAI/Ling-mini-2.0": _LING_MINI, "inclusionAI/Ring-mini-2.0": _LING_MINI},
 )

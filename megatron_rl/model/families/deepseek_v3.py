@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_rl.model.decoder import LatentAttention
 from megatron_rl.model.families import glm4_moe
-from megatron_rl.model.families.form import Family
+from megatron_rl.model.families.form import Family, shape
 from megatron_rl.model.families.keys import (
     EXPERTS,
     HEADS,
@@ -30,55 +30,32 @@ _SPARSE_KEYS = (
     "index_topk index_head_dim index_n_heads index_skip_topk_offset index_topk_freq index_topk_pattern "
     "indexer_rope_interleave"
 )
-_MOONLIGHT_16B_A3B = {
-    "num_hidden_layers": 27,
-    "hidden_size": 2048,
-    "intermediate_size": 11264,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "vocab_size": 163840,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e4,
-    "tie_word_embeddings": False,
-    "q_lora_rank": None,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 1408,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.446,
-    "num_nextn_predict_layers": 0,
-}
+_MOONLIGHT_16B_A3B = shape(
+    *(27, 2048, 11264, 16, 16, 163840, 8192, 5e4),
+    eps=1e-5,
+    q_lora_rank=None,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    n_routed_experts=64,
+    n_shared_experts=2,
+    num_experts_per_tok=6,
+    moe_intermediate_size=1408,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+    topk_method="noaux_tc",
+    scoring_func="sigmoid",
+    norm_topk_prob=True,
+    routed_scaling_factor=2.446,
+    num_nextn_predict_layers=0,
+)
+_YARN = {"type": "yarn", "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 _DEEPSEEK_V3 = {
     **_MOONLIGHT_16B_A3B,
-    "num_hidden_layers": 61,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "vocab_size": 129280,
-    "max_position_embeddings": 163840,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
+    **shape(61, 7168, 18432, 128, 128, 129280, 163840, 1e4),
+    "rope_scaling": {**_YARN, "factor": 40, "beta_fast": 32, "beta_slow": 1},
     "q_lora_rank": 1536,
     "n_routed_experts": 256,
     "n_shared_experts": 1,
@@ -92,12 +69,8 @@ _DEEPSEEK_V3 = {
 }
 _KIMI_K2 = {
     **_DEEPSEEK_V3,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "vocab_size": 163840,
-    "max_position_embeddings": 131072,
-    "rope_theta": 5e4,
-    "rope_scaling": {**_DEEPSEEK_V3["rope_scaling"], "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+    **shape(61, 7168, 18432, 64, 64, 163840, 131072, 5e4),
+    "rope_scaling": {**_YARN, "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
     "n_routed_experts": 384,
     "first_k_dense_replace": 1,
     "n_group": 1,
@@ -194,10 +167,9 @@ FAMILY = Family(
     relate=_relate,
     layer=(*LATENT_ATTENTION, *MOE_BLOCK, ROUTER_BIAS, *shared_experts("shared_experts")),
     known={
-        "Moonlight-16B-A3B": _MOONLIGHT_16B_A3B,
-        "Moonlight-16B-A3B-Instruct": _MOONLIGHT_16B_A3B,
-        "DeepSeek-V3": _DEEPSEEK_V3,
-        "Kimi-K2-Instruct": _KIMI_K2,
+        "moonshotai/Moonlight-16B-A3B": _MOONLIGHT_16B_A3B,
+        "moonshotai/Moonlight-16B-A3B-Instruct": _MOONLIGHT_16B_A3B,
+        "deepseek-ai/DeepSeek-V3": _DEEPSEEK_V3,
+        "moonshotai/Kimi-K2-Instruct": _KIMI_K2,
     },
-    organizations={"Moonlight": "moonshotai", "Kimi": "moonshotai"},
 )

@@ -12,6 +12,36 @@ from megatron_rl.model.families.weights import EMBEDDING, Weight
 Values = dict[str, Any]
 
 
+def shape(
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    longest: int,
+    theta: float,
+    *,
+    tied: bool = False,
+    eps: float = 1e-6,
+    **more: Any,
+) -> Values:
+    """The keys that every config.json has, and ``more``."""
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": longest,
+        "rms_norm_eps": eps,
+        "rope_theta": theta,
+        "tie_word_embeddings": tied,
+        **more,
+    }
+
+
 @dataclass(frozen=True)
 class Family:
     """All that is known of a family. `families.FAMILIES` holds each under its ``model_type``."""
@@ -33,5 +63,4 @@ class Family:
     rope_theta: float = ROPE_DEFAULT_THETA  # default of the key, and of rope_scaling
     rope_scaling: Values | None = None
     rotary_fraction: float | None = None  # default of `partial_rotary_factor`; None: another value than 1 is refused
-    known: dict[str, Values] = field(default_factory=dict)  # config.json of checkpoints by the folder's name on the hub
-    organizations: dict[str, str] = field(default_factory=dict)  # on the hub, by how the folder's name begins
+    known: dict[str, Values] = field(default_factory=dict)  # config.json of checkpoints by their name on the hub

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.model.families.form import Family
+from megatron_rl.model.families.form import Family, shape
 from megatron_rl.model.families.keys import (
     EPSILON,
     EXPERTS,
@@ -24,30 +24,22 @@ from megatron_rl.model.families.keys import (
 from megatron_rl.model.families.weights import MOE_LAYER, ROUTER_BIAS, shared_experts
 
 _GROUPS = Neutral((1,), "a choice of groups of experts before that of experts; the learner has one group")
-_GLM_4_5_AIR = {
-    "num_hidden_layers": 46,
-    "hidden_size": 4096,
-    "intermediate_size": 10944,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151552,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "partial_rotary_factor": 0.5,
-    "attention_bias": True,
-    "use_qk_norm": False,
-    "tie_word_embeddings": False,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 1408,
-    "first_k_dense_replace": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "num_nextn_predict_layers": 1,
-}
+_GLM_4_5_AIR = shape(
+    *(46, 4096, 10944, 96, 8, 151552, 131072, 1e6),
+    eps=1e-5,
+    head_dim=128,
+    partial_rotary_factor=0.5,
+    attention_bias=True,
+    use_qk_norm=False,
+    n_routed_experts=128,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    moe_intermediate_size=1408,
+    first_k_dense_replace=1,
+    norm_topk_prob=True,
+    routed_scaling_factor=1.0,
+    num_nextn_predict_layers=1,
+)
 
 
 def experts(values: dict[str, Any]) -> dict[str, Any]:
@@ -116,6 +108,5 @@ FAMILY = Family(
     relate=relate,
     rotary_fraction=0.5,
     layer=(*MOE_LAYER, ROUTER_BIAS, *shared_experts("shared_experts")),
-    known={"GLM-4.5-Air": _GLM_4_5_AIR},
-    organizations={"GLM": "zai-org"},
+    known={"zai-org/GLM-4.5-Air": _GLM_4_5_AIR},
 )

@@ -6,9 +6,10 @@ vLLM reads less of config.json than transformers: it has 1e-5 in every norm, a h
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from megatron_rl.model.families.form import Family
+from megatron_rl.model.families.form import Family, shape
 from megatron_rl.model.families.keys import (
     ANYTHING,
     EXPERTS,
@@ -42,24 +43,15 @@ _YARN = {
     "beta_slow": 1.0,
     "truncate": False,
 }
-_GPT_OSS_20B = {
-    "num_hidden_layers": 24,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 201088,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 150000,
-    "rope_scaling": _YARN,
-    "tie_word_embeddings": False,
-    "num_local_experts": 32,
-    "num_experts_per_tok": 4,
-    "sliding_window": 128,
-}
-_GPT_OSS_120B = {**_GPT_OSS_20B, "num_hidden_layers": 36, "num_local_experts": 128}
+_SHAPE = partial(
+    shape,
+    *(24, 2880, 2880, 64, 8, 201088, 131072, 150000),
+    eps=1e-5,
+    head_dim=64,
+    rope_scaling=_YARN,
+    num_experts_per_tok=4,
+    sliding_window=128,
+)
 
 
 def _layer_types(layers: int) -> list[str]:
@@ -120,6 +112,8 @@ FAMILY = Family(
         *ROUTER_WITH_BIAS,
         *EXPERTS_IN_ONE,
     ),
-    known={"gpt-oss-20b-bf16": _GPT_OSS_20B, "gpt-oss-120b-bf16": _GPT_OSS_120B},
-    organizations={"gpt-oss": "lmsys"},
+    known={
+        "lmsys/gpt-oss-20b-bf16": _SHAPE(num_local_experts=32),
+        "lmsys/gpt-oss-120b-bf16": _SHAPE(num_local_experts=128) | {"num_hidden_layers": 36},
+    },
 )

@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from megatron_rl.model.families.form import Family
+from megatron_rl.model.families.form import Family, shape
 from megatron_rl.model.families.keys import HEADS, IN_ALL, POSITIONS, WINDOW, Implemented, Neutral, or_null
 from megatron_rl.model.families.weights import DENSE_LAYER
 
-_LLAMA_3_2_3B = {
-    "num_hidden_layers": 28,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "tie_word_embeddings": True,
+_SCALING = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }
-_LLAMA_3_2_1B = {
-    **_LLAMA_3_2_3B,
-    "num_hidden_layers": 16,
-    "hidden_size": 2048,
-    "num_attention_heads": 32,
-    "head_dim": 64,
-}
-_LLAMA_3_1_8B = {
-    **_LLAMA_3_2_3B,
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "rope_scaling": {**_LLAMA_3_2_3B["rope_scaling"], "factor": 8.0},
-    "tie_word_embeddings": False,
-}
+_SHAPE = partial(
+    shape, kv_heads=8, vocab=128256, longest=131072, theta=5e5, eps=1e-5, head_dim=128, rope_scaling=_SCALING
+)
+_LLAMA_3_2_3B = _SHAPE(28, 3072, 8192, 24, tied=True)
 
 
 def _relate(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
@@ -66,10 +42,9 @@ FAMILY = Family(
     relate=_relate,
     layer=DENSE_LAYER,
     known={
-        "OctoThinker-3B-Hybrid-Base": _LLAMA_3_2_3B,
-        "Llama-3.2-1B-Instruct": _LLAMA_3_2_1B,
-        "Llama-3.2-3B-Instruct": _LLAMA_3_2_3B,
-        "Llama-3.1-8B-Instruct": _LLAMA_3_1_8B,
+        "OctoThinker/OctoThinker-3B-Hybrid-Base": _LLAMA_3_2_3B,
+        "meta-llama/Llama-3.2-1B-Instruct": _SHAPE(16, 2048, 8192, 32, head_dim=64, tied=True),
+        "meta-llama/Llama-3.2-3B-Instruct": _LLAMA_3_2_3B,
+        "meta-llama/Llama-3.1-8B-Instruct": _SHAPE(32, 4096, 14336, 32, rope_scaling={**_SCALING, "factor": 8.0}),
     },
-    organizations={"OctoThinker": "OctoThinker", "Llama": "meta-llama"},
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.model.families import qwen2
-from megatron_rl.model.families.form import Family
+from megatron_rl.model.families.form import Family, shape
 from megatron_rl.model.families.keys import (
     EXPERTS,
     FIXED_IN_VLLM,
@@ -25,21 +25,13 @@ from megatron_rl.model.families.keys import (
 )
 from megatron_rl.model.families.weights import ATTENTION_OUTPUT, INPUT_NORM, MOE_BLOCK, QKV, WIDE_K_NORM, WIDE_Q_NORM
 
-_OLMOE_1B_7B = {
-    "num_hidden_layers": 16,
-    "hidden_size": 2048,
-    "intermediate_size": 1024,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "vocab_size": 50304,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e4,
-    "tie_word_embeddings": False,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": False,
-}
+_OLMOE_1B_7B = shape(
+    *(16, 2048, 1024, 16, 16, 50304, 4096, 1e4),
+    eps=1e-5,
+    num_experts=64,
+    num_experts_per_tok=8,
+    norm_topk_prob=False,
+)
 
 
 def _features(values: dict[str, Any]) -> dict[str, Any]:
@@ -85,10 +77,6 @@ FAMILY = Family(
     relate=_relate,
     layer=(INPUT_NORM, QKV, WIDE_Q_NORM, WIDE_K_NORM, ATTENTION_OUTPUT, *MOE_BLOCK),
     known={
-        "OLMoE-1B-7B-0924": _OLMOE_1B_7B,
-        "OLMoE-1B-7B-0924-Instruct": _OLMOE_1B_7B,
-        "OLMoE-1B-7B-0125": _OLMOE_1B_7B,
-        "OLMoE-1B-7B-0125-Instruct": _OLMOE_1B_7B,
+        f"allenai/OLMoE-1B-7B-{release}": _OLMOE_1B_7B for release in ("0924", "0924-Instruct", "0125", "0125-Instruct")
     },
-    organizations={"OLMoE": "allenai"},
 )

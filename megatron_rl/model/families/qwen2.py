@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from megatron_rl.model.families.form import Family
+from megatron_rl.model.families.form import Family, shape
 from megatron_rl.model.families.keys import (
     HEADS,
     IN_ALL,
@@ -29,32 +30,8 @@ def relate(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
     ]
 
 
-def _qwen2(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, tied: bool, longest: int) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": 152064 if hidden > 3000 else 151936,
-        "max_position_embeddings": longest,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": tied,
-    }
-
-
-_QWEN2_1_5B = {
-    "num_hidden_layers": 28,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-}
-_QWEN2_5_MATH_1_5B = {**_QWEN2_1_5B, "max_position_embeddings": 4096, "tie_word_embeddings": True}
+_SMALL = partial(shape, vocab=151936, theta=1e6, tied=True)
+_LARGE = partial(shape, vocab=152064, theta=1e6)
 FAMILY = Family(
     model_type="qwen2",
     hf_class="Qwen2ForCausalLM",
@@ -72,22 +49,19 @@ FAMILY = Family(
     relate=relate,
     layer=DENSE_LAYER,
     known={
-        "Qwen2.5-0.5B-Instruct": _qwen2(24, 896, 4864, 14, 2, tied=True, longest=32768),
-        "Qwen2.5-1.5B": _qwen2(28, 1536, 8960, 12, 2, tied=True, longest=131072),
-        "Qwen2.5-1.5B-Instruct": _qwen2(28, 1536, 8960, 12, 2, tied=True, longest=32768),
-        "Qwen2.5-3B": _qwen2(36, 2048, 11008, 16, 2, tied=True, longest=32768),
-        "Qwen2.5-3B-Instruct": _qwen2(36, 2048, 11008, 16, 2, tied=True, longest=32768),
-        "Qwen2.5-7B": _qwen2(28, 3584, 18944, 28, 4, tied=False, longest=131072),
-        "Qwen2.5-7B-Instruct": _qwen2(28, 3584, 18944, 28, 4, tied=False, longest=32768),
-        "Qwen2.5-32B": {**_qwen2(64, 5120, 27648, 40, 8, tied=False, longest=131072), "rms_norm_eps": 1e-5},
-        "Qwen2.5-Math-7B": {**_qwen2(28, 3584, 18944, 28, 4, tied=False, longest=4096), "rope_theta": 1e4},
-        "DeepSeek-R1-Distill-Qwen-1.5B": {
-            **_QWEN2_1_5B,
-            "max_position_embeddings": 131072,
-            "tie_word_embeddings": False,
-        },
-        "Qwen2.5-Math-1.5B": _QWEN2_5_MATH_1_5B,
-        "Qwen2.5-Math-1.5B-Instruct": _QWEN2_5_MATH_1_5B,
+        "Qwen/Qwen2.5-0.5B-Instruct": _SMALL(24, 896, 4864, 14, 2, longest=32768),
+        "Qwen/Qwen2.5-1.5B": _SMALL(28, 1536, 8960, 12, 2, longest=131072),
+        "Qwen/Qwen2.5-1.5B-Instruct": _SMALL(28, 1536, 8960, 12, 2, longest=32768),
+        "Qwen/Qwen2.5-3B": _SMALL(36, 2048, 11008, 16, 2, longest=32768),
+        "Qwen/Qwen2.5-3B-Instruct": _SMALL(36, 2048, 11008, 16, 2, longest=32768),
+        "Qwen/Qwen2.5-7B": _LARGE(28, 3584, 18944, 28, 4, longest=131072),
+        "Qwen/Qwen2.5-7B-Instruct": _LARGE(28, 3584, 18944, 28, 4, longest=32768),
+        "Qwen/Qwen2.5-32B": _LARGE(64, 5120, 27648, 40, 8, longest=131072, eps=1e-5),
+        "Qwen/Qwen2.5-Math-7B": _LARGE(28, 3584, 18944, 28, 4, longest=4096, theta=1e4),
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _SMALL(
+            28, 1536, 8960, 12, 2, longest=131072, theta=1e4, tied=False
+        ),
+        "Qwen/Qwen2.5-Math-1.5B": _SMALL(28, 1536, 8960, 12, 2, longest=4096, theta=1e4),
+        "Qwen/Qwen2.5-Math-1.5B-Instruct": _SMALL(28, 1536, 8960, 12, 2, longest=4096, theta=1e4),
     },
-    organizations={"Qwen": "Qwen", "DeepSeek": "deepseek-ai"},
 )

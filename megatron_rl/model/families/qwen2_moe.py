@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.model.families import qwen2, qwen3_moe
-from megatron_rl.model.families.form import Family
+from megatron_rl.model.families.form import Family, shape
 from megatron_rl.model.families.keys import (
     EXPERTS,
     HEADS,
@@ -22,23 +22,14 @@ from megatron_rl.model.families.keys import (
 )
 from megatron_rl.model.families.weights import MOE_LAYER, SHARED_EXPERT_GATE, shared_experts
 
-_QWEN1_5_MOE_A2_7B = {
-    "num_hidden_layers": 24,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "vocab_size": 151936,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "norm_topk_prob": False,
-}
+_QWEN1_5_MOE_A2_7B = shape(
+    *(24, 2048, 5632, 16, 16, 151936, 8192, 1e6),
+    num_experts=60,
+    num_experts_per_tok=4,
+    moe_intermediate_size=1408,
+    shared_expert_intermediate_size=5632,
+    norm_topk_prob=False,
+)
 
 
 def _features(values: dict[str, Any]) -> dict[str, Any]:
@@ -69,6 +60,5 @@ FAMILY = Family(
     features=_features,
     relate=lambda config, values: qwen2.relate(config, values) + qwen3_moe.relate(config, values),
     layer=(*MOE_LAYER, *shared_experts("shared_expert"), SHARED_EXPERT_GATE),
-    known={"Qwen1.5-MoE-A2.7B": _QWEN1_5_MOE_A2_7B, "Qwen1.5-MoE-A2.7B-Chat": _QWEN1_5_MOE_A2_7B},
-    organizations={"Qwen": "Qwen"},
+    known={"Qwen/Qwen1.5-MoE-A2.7B": _QWEN1_5_MOE_A2_7B, "Qwen/Qwen1.5-MoE-A2.7B-Chat": _QWEN1_5_MOE_A2_7B},
 )

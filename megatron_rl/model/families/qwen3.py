@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from megatron_rl.model.families.form import Family
+from megatron_rl.model.families.form import Family, shape
 from megatron_rl.model.families.keys import HEADS, IN_ALL, POSITIONS, UNUSED_WINDOW, Implemented, Neutral, or_null
 from megatron_rl.model.families.weights import DENSE_LAYER
 
-
-def _qwen3(layers: int, hidden: int, ffn: int, heads: int, tied: bool, longest: int = 32768) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": longest,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": tied,
-    }
-
-
+_SHAPE = partial(shape, kv_heads=8, head_dim=128, vocab=151936, theta=1e6)
 FAMILY = Family(
     model_type="qwen3",
     hf_class="Qwen3ForCausalLM",
@@ -38,16 +22,15 @@ FAMILY = Family(
     features=lambda values: {"qk_layernorm": True},
     layer=DENSE_LAYER,
     known={
-        "Qwen3-0.6B": _qwen3(28, 1024, 3072, 16, tied=True, longest=40960),
-        "Qwen3-1.7B": _qwen3(28, 2048, 6144, 16, tied=True, longest=40960),
-        "Qwen3-4B": _qwen3(36, 2560, 9728, 32, tied=True, longest=40960),
-        "Qwen3-8B": _qwen3(36, 4096, 12288, 32, tied=False, longest=40960),
-        "Qwen3-14B": _qwen3(40, 5120, 17408, 40, tied=False, longest=40960),
-        "Qwen3-32B": _qwen3(64, 5120, 25600, 64, tied=False, longest=40960),
-        "Qwen3-4B-Base": _qwen3(36, 2560, 9728, 32, tied=True),
-        "Qwen3-4B-Instruct-2507": {**_qwen3(36, 2560, 9728, 32, tied=True, longest=262144), "rope_theta": 5e6},
-        "Qwen3-8B-Base": _qwen3(36, 4096, 12288, 32, tied=False),
-        "Qwen3-14B-Base": _qwen3(40, 5120, 17408, 40, tied=False),
+        "Qwen/Qwen3-0.6B": _SHAPE(28, 1024, 3072, 16, longest=40960, tied=True),
+        "Qwen/Qwen3-1.7B": _SHAPE(28, 2048, 6144, 16, longest=40960, tied=True),
+        "Qwen/Qwen3-4B": _SHAPE(36, 2560, 9728, 32, longest=40960, tied=True),
+        "Qwen/Qwen3-8B": _SHAPE(36, 4096, 12288, 32, longest=40960),
+        "Qwen/Qwen3-14B": _SHAPE(40, 5120, 17408, 40, longest=40960),
+        "Qwen/Qwen3-32B": _SHAPE(64, 5120, 25600, 64, longest=40960),
+        "Qwen/Qwen3-4B-Base": _SHAPE(36, 2560, 9728, 32, longest=32768, tied=True),
+        "Qwen/Qwen3-4B-Instruct-2507": _SHAPE(36, 2560, 9728, 32, longest=262144, theta=5e6, tied=True),
+        "Qwen/Qwen3-8B-Base": _SHAPE(36, 4096, 12288, 32, longest=32768),
+        "Qwen/Qwen3-14B-Base": _SHAPE(40, 5120, 17408, 40, longest=32768),
     },
-    organizations={"Qwen": "Qwen"},
 )

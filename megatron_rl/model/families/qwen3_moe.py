@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from megatron_rl.model.families.form import Family
+from megatron_rl.model.families.form import Family, shape
 from megatron_rl.model.families.keys import (
     EXPERTS,
     HEADS,
@@ -22,31 +23,8 @@ from megatron_rl.model.families.keys import (
 )
 from megatron_rl.model.families.weights import MOE_LAYER
 
-_QWEN3_30B_A3B = {
-    "num_hidden_layers": 48,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-}
-_QWEN3_235B_A22B = {
-    **_QWEN3_30B_A3B,
-    "num_hidden_layers": 94,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_attention_heads": 64,
-    "moe_intermediate_size": 1536,
-}
+_EXPERTS = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+_30B = partial(shape, 48, 2048, 6144, 32, 4, 151936, **_EXPERTS, moe_intermediate_size=768)
 
 
 def sparse_layers(values: dict[str, Any]) -> tuple[bool, ...]:
@@ -103,11 +81,12 @@ FAMILY = Family(
     relate=relate,
     layer=MOE_LAYER,
     known={
-        "Qwen3-30B-A3B": _QWEN3_30B_A3B,
-        "Qwen3-30B-A3B-Base": {**_QWEN3_30B_A3B, "max_position_embeddings": 32768},
-        "Qwen3-30B-A3B-Thinking-2507": {**_QWEN3_30B_A3B, "max_position_embeddings": 262144, "rope_theta": 1e7},
-        "Qwen3-30B-A3B-Instruct-2507": {**_QWEN3_30B_A3B, "max_position_embeddings": 262144, "rope_theta": 1e7},
-        "Qwen3-235B-A22B": _QWEN3_235B_A22B,
+        "Qwen/Qwen3-30B-A3B": _30B(40960, 1e6),
+        "Qwen/Qwen3-30B-A3B-Base": _30B(32768, 1e6),
+        "Qwen/Qwen3-30B-A3B-Thinking-2507": _30B(262144, 1e7),
+        "Qwen/Qwen3-30B-A3B-Instruct-2507": _30B(262144, 1e7),
+        "Qwen/Qwen3-235B-A22B": shape(
+            *(94, 4096, 12288, 64, 4, 151936, 40960, 1e6), **_EXPERTS, moe_intermediate_size=1536
+        ),
     },
-    organizations={"Qwen": "Qwen"},
 )

@@ -43,111 +43,80 @@ def _norm(a: Architecture) -> Shapes:
     return ((a.hidden_size,),)
 
 
-def _head_norm(a: Architecture) -> Shapes:
-    return ((a.head_dim,),)
-
-
 def qkv_rows(a: Architecture) -> tuple[int, int, int]:
     """The rows of all queries, of all keys and of all values."""
     return a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.head_dim
-
-
-def _gate_and_up(inner: int, a: Architecture) -> Shapes:
-    return ((inner, a.hidden_size),) * 2
 
 
 def _matrix(a: Architecture) -> Shapes:
     return ((a.vocab_size, a.hidden_size),)
 
 
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+def row(
+    hf: str, memory: str, sharding: Sharding, shapes: Callable[[Architecture], Shapes], disk: str = "", **more: Any
+) -> Weight:
+    """A row from texts of names, with blanks between them. ``disk``: where not given, the last one of ``memory``."""
+    spellings = tuple(memory.split())
+    return Weight(tuple(hf.split()), spellings, tuple(disk.split()) or spellings[-1:], sharding, shapes, **more)
+
+
+OF_EXPERTS = {"is_in": lambda a, is_moe: is_moe}
+OF_DENSE = {"is_in": lambda a, is_moe: not is_moe}
 
 # -- outside of layers
 
-EMBEDDING = Weight(
-    ("model.embed_tokens.weight",),
-    ("embedding.word_embeddings.weight",),
-    ("embedding.word_embeddings.weight",),
-    "vocab",
-    _matrix,
-)
-FINAL_NORM = Weight(
-    ("model.norm.weight",),
-    ("decoder.final_layernorm.weight",),
-    ("decoder.final_layernorm.weight",),
-    "replicated",
-    _norm,
-)
-HEAD = Weight(("lm_head.weight",), ("output_layer.weight",), ("output_layer.weight",), "vocab", _matrix)
+EMBEDDING = row("model.embed_tokens.weight", "embedding.word_embeddings.weight", "vocab", _matrix)
+FINAL_NORM = row("model.norm.weight", "decoder.final_layernorm.weight", "replicated", _norm)
+HEAD = row("lm_head.weight", "output_layer.weight", "vocab", _matrix)
 
 # -- attention
 
-INPUT_NORM = Weight(
-    ("input_layernorm.weight",),
-    ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-    ("self_attention.linear_qkv.layer_norm_weight",),
+INPUT_NORM = row(
+    "input_layernorm.weight",
+    "input_layernorm.weight self_attention.linear_qkv.layer_norm_weight",
     "replicated",
     _norm,
 )
-QKV = Weight(
-    tuple(f"{name}.weight" for name in _QKV),
-    ("self_attention.linear_qkv.weight",),
-    ("self_attention.linear_qkv.weight",),
+QKV = row(
+    "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight",
+    "self_attention.linear_qkv.weight",
     "qkv",
     lambda a: tuple((rows, a.hidden_size) for rows in qkv_rows(a)),
 )
-QKV_BIAS = Weight(
-    tuple(f"{name}.bias" for name in _QKV),
-    ("self_attention.linear_qkv.bias",),
-    ("self_attention.linear_qkv.bias",),
+QKV_BIAS = row(
+    "self_attn.q_proj.bias self_attn.k_proj.bias self_attn.v_proj.bias",
+    "self_attention.linear_qkv.bias",
     "qkv",
     lambda a: tuple((rows,) for rows in qkv_rows(a)),
-    lambda a, is_moe: a.qkv_bias,
+    is_in=lambda a, is_moe: a.qkv_bias,
 )
-Q_NORM, K_NORM = (
-    Weight(
-        (f"self_attn.{which}_norm.weight",),
-        (f"self_attention.{which}_layernorm.weight",),
-        (f"self_attention.{which}_layernorm.weight",),
-        "replicated",
-        _head_norm,
-        lambda a, is_moe: a.qk_layernorm,
+
+
+def _norms_of_heads(sharding: Sharding, width: Callable[[Architecture, int], int], **more: Any) -> tuple[Weight, ...]:
+    """The norms of queries and of keys. ``width``: from the number of the two."""
+    return tuple(
+        row(
+            f"self_attn.{which}_norm.weight",
+            f"self_attention.{which}_layernorm.weight",
+            sharding,
+            lambda a, part=part: ((width(a, part),),),
+            **more,
+        )
+        for part, which in enumerate("qk")
     )
-    for which in "qk"
-)
-WIDE_Q_NORM, WIDE_K_NORM = (
-    Weight(
-        (f"self_attn.{which}_norm.weight",),
-        (f"self_attention.{which}_layernorm.weight",),
-        (f"self_attention.{which}_layernorm.weight",),
-        "column",
-        lambda a, part=part: ((qkv_rows(a)[part],),),
-    )
-    for part, which in enumerate("qk")
-)
+
+
+Q_NORM, K_NORM = _norms_of_heads("replicated", lambda a, part: a.head_dim, is_in=lambda a, is_moe: a.qk_layernorm)
+WIDE_Q_NORM, WIDE_K_NORM = _norms_of_heads("column", lambda a, part: qkv_rows(a)[part])
 """Over all heads of a token: each rank holds the part of its heads."""
-ATTENTION_OUTPUT = Weight(
-    ("self_attn.o_proj.weight",),
-    ("self_attention.linear_proj.weight",),
-    ("self_attention.linear_proj.weight",),
+ATTENTION_OUTPUT = row(
+    "self_attn.o_proj.weight",
+    "self_attention.linear_proj.weight",
     "row",
     lambda a: ((a.hidden_size, a.num_heads * a.head_dim),),
 )
-
-OUTPUT_BIAS = Weight(
-    ("self_attn.o_proj.bias",),
-    ("self_attention.linear_proj.bias",),
-    ("self_attention.linear_proj.bias",),
-    "replicated",
-    _norm,
-)
-SINKS = Weight(
-    ("self_attn.sinks",),
-    ("self_attention.core_attention.softmax_offset",),
-    ("self_attention.core_attention.softmax_offset",),
-    "column",
-    lambda a: ((a.num_heads,),),
-)
+OUTPUT_BIAS = row("self_attn.o_proj.bias", "self_attention.linear_proj.bias", "replicated", _norm)
+SINKS = row("self_attn.sinks", "self_attention.core_attention.softmax_offset", "column", lambda a: ((a.num_heads,),))
 """A score for each head that takes part in the softmax and has no value."""
 
 
@@ -169,18 +138,13 @@ def packed_attention(qkv: str, output: str, norms: tuple[str, str]) -> tuple[Wei
 
 # -- latent attention
 
-LATENT_INPUT_NORM = Weight(
-    ("input_layernorm.weight",), ("input_layernorm.weight",), ("input_layernorm.weight",), "replicated", _norm
-)
-
 
 def _latent(
     name: str, memory: str, shape: Callable[[LatentAttention, Architecture], tuple[int, ...]], **more: Any
 ) -> Weight:
     """A row of latent attention below ``self_attn`` and ``self_attention``, cut by heads where it has any."""
-    sharding = more.pop("sharding", "column")
-    spellings = tuple(f"self_attention.{spelling}" for spelling in memory.split())
-    return Weight((f"self_attn.{name}",), spellings, spellings[-1:], sharding, lambda a: (shape(a.latent, a),), **more)
+    spellings = " ".join(f"self_attention.{spelling}" for spelling in memory.split())
+    return row(f"self_attn.{name}", spellings, more.pop("sharding", "column"), lambda a: (shape(a.latent, a),), **more)
 
 
 def _queries(m: LatentAttention, a: Architecture) -> int:
@@ -190,7 +154,7 @@ def _queries(m: LatentAttention, a: Architecture) -> int:
 _WITH_RANK = {"is_in": lambda a, is_moe: a.latent.query_rank is not None}
 _WITHOUT = {"is_in": lambda a, is_moe: a.latent.query_rank is None}
 LATENT_ATTENTION = (
-    LATENT_INPUT_NORM,
+    row("input_layernorm.weight", "input_layernorm.weight", "replicated", _norm),
     _latent("q_proj.weight", "linear_q_proj.weight", lambda m, a: (_queries(m, a), a.hidden_size), **_WITHOUT),
     _latent("q_a_proj.weight", "linear_q_down_proj.weight", lambda m, a: (m.query_rank, a.hidden_size), **_WITH_RANK),
     _latent(
@@ -228,114 +192,99 @@ LATENT_ATTENTION = (
 
 # -- a layer without experts
 
-MLP_NORM = Weight(
-    ("post_attention_layernorm.weight",),
-    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-    ("mlp.linear_fc1.layer_norm_weight",),
+MLP_NORM = row(
+    "post_attention_layernorm.weight",
+    "pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight",
     "replicated",
     _norm,
-    lambda a, is_moe: not is_moe,
+    **OF_DENSE,
 )
-MLP_GATE_AND_UP = Weight(
-    ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    ("mlp.linear_fc1.weight",),
-    ("mlp.linear_fc1.weight_w", "mlp.linear_fc1.weight_v"),
-    "gated",
-    lambda a: _gate_and_up(a.ffn_hidden_size, a),
-    lambda a, is_moe: not is_moe,
-)
-MLP_DOWN = Weight(
-    ("mlp.down_proj.weight",),
-    ("mlp.linear_fc2.weight",),
-    ("mlp.linear_fc2.weight",),
+
+
+def _gate_and_up(hf: str, memory: str, disk: str, width: Callable[[Architecture], int], when: dict[str, Any]) -> Weight:
+    """Gate and up projection, which Megatron has in one tensor in memory, and in two on disk."""
+    names = f"{hf}.gate_proj.weight {hf}.up_proj.weight"
+    return row(
+        names, memory, "gated", lambda a: ((width(a), a.hidden_size),) * 2, f"{disk}.weight_w {disk}.weight_v", **when
+    )
+
+
+MLP_GATE_AND_UP = _gate_and_up("mlp", "mlp.linear_fc1.weight", "mlp.linear_fc1", lambda a: a.ffn_hidden_size, OF_DENSE)
+MLP_DOWN = row(
+    "mlp.down_proj.weight",
+    "mlp.linear_fc2.weight",
     "row",
     lambda a: ((a.hidden_size, a.ffn_hidden_size),),
-    lambda a, is_moe: not is_moe,
+    **OF_DENSE,
 )
 
 # -- a layer with experts
 
-EXPERTS_NORM = Weight(
-    ("post_attention_layernorm.weight",),
-    ("pre_mlp_layernorm.weight",),
-    ("pre_mlp_layernorm.weight",),
-    "replicated",
-    _norm,
-    lambda a, is_moe: is_moe,
-)
-ROUTER = Weight(
-    ("mlp.gate.weight",),
-    ("mlp.router.weight",),
-    ("mlp.router.weight",),
+EXPERTS_NORM = row("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", "replicated", _norm, **OF_EXPERTS)
+ROUTER = row(
+    "mlp.gate.weight",
+    "mlp.router.weight",
     "replicated",
     lambda a: ((a.num_experts, a.hidden_size),),
-    lambda a, is_moe: is_moe,
+    **OF_EXPERTS,
 )
-EXPERT_GATE_AND_UP = Weight(
-    ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
-    ("mlp.experts.local_experts.{e}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{e}"),
-    ("mlp.experts.experts.{e}.linear_fc1.weight_w", "mlp.experts.experts.{e}.linear_fc1.weight_v"),
-    "gated",
-    lambda a: _gate_and_up(a.moe_ffn_hidden_size, a),
-    lambda a, is_moe: is_moe,
+EXPERT_GATE_AND_UP = _gate_and_up(
+    "mlp.experts.{e}",
+    "mlp.experts.local_experts.{e}.linear_fc1.weight mlp.experts.linear_fc1.weight{e}",
+    "mlp.experts.experts.{e}.linear_fc1",
+    lambda a: a.moe_ffn_hidden_size,
+    OF_EXPERTS,
 )
-EXPERT_DOWN = Weight(
-    ("mlp.experts.{e}.down_proj.weight",),
-    ("mlp.experts.local_experts.{e}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{e}"),
-    ("mlp.experts.experts.{e}.linear_fc2.weight",),
+EXPERT_DOWN = row(
+    "mlp.experts.{e}.down_proj.weight",
+    "mlp.experts.local_experts.{e}.linear_fc2.weight mlp.experts.linear_fc2.weight{e}",
     "row",
     lambda a: ((a.hidden_size, a.moe_ffn_hidden_size),),
-    lambda a, is_moe: is_moe,
+    "mlp.experts.experts.{e}.linear_fc2.weight",
+    **OF_EXPERTS,
 )
 
 
 def shared_experts(name: str) -> tuple[Weight, Weight]:
     """The rows of the experts that every token passes; Megatron keeps them as one. ``name``: Hugging Face's."""
-    gate_and_up = Weight(
-        (f"mlp.{name}.gate_proj.weight", f"mlp.{name}.up_proj.weight"),
-        ("mlp.shared_experts.linear_fc1.weight",),
-        ("mlp.shared_experts.linear_fc1.weight_w", "mlp.shared_experts.linear_fc1.weight_v"),
-        "gated",
-        lambda a: _gate_and_up(a.shared_ffn_hidden_size, a),
-        lambda a, is_moe: is_moe,
+    layers = "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"
+    gate_and_up = _gate_and_up(
+        f"mlp.{name}", f"{layers[0]}.weight", layers[0], lambda a: a.shared_ffn_hidden_size, OF_EXPERTS
     )
-    down = Weight(
-        (f"mlp.{name}.down_proj.weight",),
-        ("mlp.shared_experts.linear_fc2.weight",),
-        ("mlp.shared_experts.linear_fc2.weight",),
+    down = row(
+        f"mlp.{name}.down_proj.weight",
+        f"{layers[1]}.weight",
         "row",
         lambda a: ((a.hidden_size, a.shared_ffn_hidden_size),),
-        lambda a, is_moe: is_moe,
+        **OF_EXPERTS,
     )
     return gate_and_up, down
 
 
-ROUTER_BIAS = Weight(
-    ("mlp.gate.e_score_correction_bias",),
-    ("mlp.router.expert_bias",),
-    ("mlp.router.expert_bias",),
+ROUTER_BIAS = row(
+    "mlp.gate.e_score_correction_bias",
+    "mlp.router.expert_bias",
     "replicated",
     lambda a: ((a.num_experts,),),
-    lambda a, is_moe: is_moe,
     is_buffer=True,
+    **OF_EXPERTS,
 )
 """Added to the scores where experts are chosen, not to their weights."""
 
 ROUTER_WITH_BIAS = (
     named(ROUTER, "mlp.router.weight"),
-    Weight(
-        ("mlp.router.bias",), ("mlp.router.bias",), ("mlp.router.bias",), "replicated", lambda a: ((a.num_experts,),)
-    ),
+    row("mlp.router.bias", "mlp.router.bias", "replicated", lambda a: ((a.num_experts,),)),
 )
 """The bias is trained, and part of the scores."""
 
 
 def _of_experts(name: str, layer: str, sharding: Sharding, shape: Callable[[Architecture], tuple[int, ...]]) -> Weight:
     """A row of the experts whose tensors a checkpoint holds in one for all (see `HFFolder`)."""
-    memory = f"mlp.experts.local_experts.{{e}}.{layer}"
     parts = ("_w", "_v") if sharding == "interleaved" else ("",)
-    disk = tuple(f"mlp.experts.experts.{{e}}.{layer}{part}" for part in parts)
-    return Weight((f"mlp.experts.{{e}}.{name}",), (memory,), disk, sharding, lambda a: (shape(a),))
+    disk = " ".join(f"mlp.experts.experts.{{e}}.{layer}{part}" for part in parts)
+    return row(
+        f"mlp.experts.{{e}}.{name}", f"mlp.experts.local_experts.{{e}}.{layer}", sharding, lambda a: (shape(a),), disk
+    )
 
 
 EXPERTS_IN_ONE = (
@@ -347,13 +296,12 @@ EXPERTS_IN_ONE = (
     _of_experts("down_proj_bias", "linear_fc2.bias", "replicated", lambda a: (a.hidden_size,)),
 )
 
-SHARED_EXPERT_GATE = Weight(
-    ("mlp.shared_expert_gate.weight",),
-    ("mlp.shared_experts.gate_weight",),
-    ("mlp.shared_experts.gate_weight",),
+SHARED_EXPERT_GATE = row(
+    "mlp.shared_expert_gate.weight",
+    "mlp.shared_experts.gate_weight",
     "replicated",
     lambda a: ((1, a.hidden_size),),
-    lambda a, is_moe: is_moe,
+    **OF_EXPERTS,
 )
 
 ATTENTION = (INPUT_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, ATTENTION_OUTPUT)
