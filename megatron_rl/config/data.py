@@ -53,10 +53,6 @@ class PromptConfig(Section):
     """Longest prompt in tokens."""
     overlong: Literal["error", "drop"] = "error"
     """A prompt longer than `max_length` ends the run before it starts, or is left out and counted."""
-    truncation: Literal["refuse", "left", "right", "middle"] = "refuse"
-    """What is cut from a prompt longer than `max_length`. `refuse`: nothing; `overlong` says what becomes of it.
-    `left`: its beginning, `right`: its end, `middle`: what is between its first and its last `max_length` / 2 tokens.
-    Special tokens of a chat template are cut like others; `left` and `middle` keep the end, where the answer begins."""
 
     @field_validator("template")
     @classmethod
@@ -73,10 +69,6 @@ class PromptConfig(Section):
             names = ", ".join(self.chat_template_args)
             raise ValueError(
                 f"`chat_template_args` ({names}) has no effect, because `chat_template` is none; remove it"
-            )
-        if self.truncation != "refuse" and self.overlong == "drop":
-            raise ValueError(
-                f"`overlong: drop` has no effect, because `truncation: {self.truncation}` cuts; remove one"
             )
         return self
 

@@ -72,7 +72,7 @@ data.prompt.chat_template_args same  | data.apply_chat_template_kwargs | --apply
     | policy.tokenizer.chat_template_kwargs
 data.prompt.max_length @prompt       | data.max_prompt_length=512 | --rollout-max-prompt-len | data.max_input_seq_length
 data.prompt.overlong @overlong       | data.filter_overlong_prompts=false | |
-data.prompt.truncation @truncation   | data.truncation=error | |
+data.prompt.overlong @truncation     | data.truncation=error | |
 rollout.max_response_length @response| data.max_response_length=512 | --rollout-max-response-len | gen.max_new_tokens
 rollout.max_response_length @total   | | --rollout-max-context-len | policy.max_total_sequence_length
 

@@ -398,6 +398,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "data.validation.id_key": (None, "rows are named by their column id, else by their number"),
     "data.curriculum": (None, "every epoch visits every prompt once; `paper sanity-set` keeps problems by difficulty"),
     "validation.repeated_rows": ("merge", "equal rows are one problem; raise validation.num_samples"),
+    "data.prompt.truncation": ("refuse", "a longer prompt ends the run, or is left out by data.prompt.overlong: drop"),
     "data.cache": ("auto", "every start tokenizes its files"),
     "batch.oversample": (None, "rollout.in_flight.mode: keep or abort_and_resume trains on while long responses go on"),
     "checkpoint.keep_best": (None, "keep_last: 0 keeps every checkpoint, to choose from"),

@@ -7,11 +7,9 @@ import functools
 import itertools
 import json
 import logging
-import math
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,7 @@ import numpy as np
 from megatron_rl.config.data import DataConfig, DataSourceConfig, PromptConfig
 from megatron_rl.config.sections import ValidationConfig
 from megatron_rl.data.source import Message, Problem, read_problems
-from megatron_rl.data.table import PromptSet, TableWriter, in_memory
+from megatron_rl.data.table import PromptSet, TableWriter
 from megatron_rl.errors import InputError
 from megatron_rl.types import Prompt
 
@@ -283,12 +281,10 @@ def load_prompts(
     sources = [sources] if isinstance(sources, DataSourceConfig) else list(sources)
     config = config or PromptConfig()
     template = chat_template(tokenizer, config)
-    prompts = in_memory(partial(_write, sources, tokenizer, config, template))
+    prompts = _written(sources, tokenizer, config, template)
     names = ", ".join(source.path for source in sources)
     if prompts.num_dropped:
         logger.warning("%s: dropped %d prompts longer than %d tokens", names, prompts.num_dropped, config.max_length)
-    if prompts.num_cut:
-        logger.warning("%s: cut %d prompts to %d tokens", names, prompts.num_cut, config.max_length)
     return prompts
 
 
@@ -325,15 +321,12 @@ def check_vocabulary(prompts: PromptSet, vocab_size: int) -> None:
         )
 
 
-def _write(
-    sources: Sequence[DataSourceConfig],
-    tokenizer: Any,
-    config: PromptConfig,
-    template: str | None,
-    writer: TableWriter,
-) -> None:
-    """Write every prompt of ``sources`` that is not too long."""
+def _written(
+    sources: Sequence[DataSourceConfig], tokenizer: Any, config: PromptConfig, template: str | None
+) -> PromptSet:
+    """Return every prompt of ``sources`` that is not too long."""
     where: dict[str, str] = {}
+    writer = TableWriter()
     for problem, text, tokens in _tokenized(sources, tokenizer, config, template):
         if problem.id in where:
             raise InputError(
@@ -341,17 +334,12 @@ def _write(
                 "give each source its own `name`"
             )
         where[problem.id] = problem.where
-        if tokens is not None and len(tokens) > config.max_length and config.truncation != "refuse":
-            tokens = _cut(tokens, config)
-            text = tokenizer.decode(tokens)
-            writer.num_cut += 1
         if tokens is None or len(tokens) > config.max_length:
             if config.overlong == "error":
                 has = f"{len(text)} characters, which are" if tokens is None else f"{len(tokens)} tokens,"
                 raise InputError(
                     f"{problem.where}: prompt {problem.id} has {has} more than data.prompt.max_length "
-                    f"({config.max_length}); raise the limit, or set data.prompt.overlong: drop or "
-                    "data.prompt.truncation"
+                    f"({config.max_length}); raise the limit, or set data.prompt.overlong: drop"
                 )
             writer.num_dropped += 1
             continue
@@ -361,27 +349,17 @@ def _write(
         raise InputError(
             f"{names}: all {writer.num_dropped} prompts are longer than {config.max_length} tokens; none is left"
         )
-
-
-def _cut(tokens: list[int], config: PromptConfig) -> list[int]:
-    """Return the `max_length` tokens that `truncation` keeps."""
-    kept = config.max_length
-    if config.truncation == "left":
-        return tokens[-kept:]
-    if config.truncation == "right":
-        return tokens[:kept]
-    return tokens[: kept // 2] + tokens[-(kept - kept // 2) :]
+    return writer.close()
 
 
 def _tokenized(
     sources: Sequence[DataSourceConfig], tokenizer: Any, config: PromptConfig, template: str | None
 ) -> Iterator[tuple[Problem, str, list[int] | None]]:
-    """Yield problem, text and token ids; None as ids of a text that is too long for any tokenization and is not cut.
+    """Yield problem, text and token ids; None as ids of a text that is too long for any tokenization.
 
     A thread tokenizes a batch on all cores while the next one is read and formatted.
     """
-    longest: float = config.max_length * max(map(len, tokenizer.get_vocab()), default=1)
-    longest = longest if config.truncation == "refuse" else math.inf
+    longest = config.max_length * max(map(len, tokenizer.get_vocab()), default=1)
 
     def formatted() -> Iterator[list[tuple[Problem, str]]]:
         problems = itertools.chain.from_iterable(read_problems(source) for source in sources)

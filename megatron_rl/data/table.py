@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -43,7 +43,6 @@ class Facts:
     num_dropped: int = 0
     fingerprint: str = ""
     digest: str = ""
-    num_cut: int = 0
 
 
 class Digests:
@@ -72,7 +71,7 @@ class TableWriter:
         self._digests = Digests()
         self._sources: dict[str, int] = {}
         self._seen: dict[bytes, int] = {}
-        self.num_rows = self.num_dropped = self.num_cut = 0
+        self.num_rows = self.num_dropped = 0
         self.odd: dict[int, dict[str, Any]] = {}  # extra columns that JSON cannot store, by row
 
     def add(self, prompt: Prompt) -> None:
@@ -91,11 +90,11 @@ class TableWriter:
         if len(self._columns[0]) == ROWS_OF_A_BATCH:
             self._flush()
 
-    def close(self) -> Facts:
+    def close(self) -> PromptSet:
         if self._columns[0]:
             self._flush()
-        fingerprint, digest = self._digests.values()
-        return Facts(list(self._sources), self.num_dropped, fingerprint, digest, self.num_cut)
+        facts = Facts(list(self._sources), self.num_dropped, *self._digests.values())
+        return PromptSet(self.batches, facts, odd=self.odd)
 
     def _flush(self) -> None:
         arrays = [pa.array(column, type=kind.type) for column, kind in zip(self._columns, SCHEMA)]
@@ -104,7 +103,7 @@ class TableWriter:
 
 
 class PromptSet(Sequence[Prompt]):
-    """Prompts in file order, read-only. `num_dropped`: prompts left out because of their length; `num_cut`: cut.
+    """Prompts in file order, read-only. `num_dropped`: prompts left out because of their length.
 
     ``rows``: selected rows of ``batches``, int64; None: all. ``odd``: extra columns by row that the batches cannot
     store.
@@ -124,12 +123,10 @@ class PromptSet(Sequence[Prompt]):
     @classmethod
     def of(cls, prompts: Iterable[Prompt]) -> PromptSet:
         """Return a set of the given prompts."""
-
-        def build(writer: TableWriter) -> None:
-            for prompt in prompts:
-                writer.add(prompt)
-
-        return in_memory(build)
+        writer = TableWriter()
+        for prompt in prompts:
+            writer.add(prompt)
+        return writer.close()
 
     def __len__(self) -> int:
         if self._rows is not None:
@@ -172,10 +169,6 @@ class PromptSet(Sequence[Prompt]):
     @property
     def num_dropped(self) -> int:
         return self._facts.num_dropped
-
-    @property
-    def num_cut(self) -> int:
-        return self._facts.num_cut
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -256,11 +249,3 @@ class PromptSet(Sequence[Prompt]):
     def _whole(self, parts: list[np.ndarray]) -> np.ndarray:
         column = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
         return column if self._rows is None else column[self._rows]
-
-
-def in_memory(build: Callable[[TableWriter], None]) -> PromptSet:
-    """Return the set that ``build`` writes."""
-    writer = TableWriter()
-    build(writer)
-    facts = writer.close()
-    return PromptSet(writer.batches, facts, odd=writer.odd)

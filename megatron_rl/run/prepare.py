@@ -348,7 +348,6 @@ def _names(prompts: PromptSet) -> str:
 def _count(prompts: PromptSet) -> str:
     repeated = len(prompts) - prompts.num_different
     notes = [f"{prompts.num_dropped} too long, left out"] if prompts.num_dropped else []
-    notes += [f"{prompts.num_cut} cut to the longest length"] if prompts.num_cut else []
     notes += [f"{repeated} of them repeat another row"] if repeated else []
     return f"{len(prompts)} prompts" + (f" ({'; '.join(notes)})" if notes else "")
 

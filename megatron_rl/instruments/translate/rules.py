@@ -180,7 +180,7 @@ def _lengths(t: Translation) -> None:
     elif t.project == "slime" or t["overlong"] is True:
         t.put("data.prompt.overlong", "drop")
     elif t["truncation"] in ("left", "right", "middle"):
-        t.put("data.prompt.truncation", t["truncation"])
+        t.guess("data.prompt.overlong", "drop", "verl cuts longer prompts")
     else:
         t.put("data.prompt.overlong", "error")
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from megatron_rl.config.data import DataConfig, DataSourceConfig, PromptConfig
 from megatron_rl.config.sections import ValidationConfig
@@ -113,25 +112,6 @@ def test_prompts_over_the_limit_are_an_error_or_dropped(tokenizer, source, caplo
     assert len(load_prompts(source(*questions), tokenizer, PromptConfig(max_length=10, overlong="drop"))) == 3
     with pytest.raises(InputError, match="all 4 prompts are longer than 2 tokens"):
         load_prompts(source(*questions), tokenizer, PromptConfig(max_length=2, overlong="drop"))
-
-
-@pytest.mark.parametrize(
-    ("truncation", "text"), [("left", "3456789"), ("right", "<bos>123456"), ("middle", "<bos>126789")]
-)
-def test_a_prompt_over_the_limit_is_cut(tokenizer, source, caplog, truncation, text):
-    questions = ["123456789", "1", "1" * 100 + "23456789"]  # the last has more characters than 7 tokens can have
-    config = PromptConfig(max_length=7, truncation=truncation)
-    whole, short, long = load_prompts(source(*questions), tokenizer, config)
-    assert len(whole.tokens) == len(long.tokens) == 7
-    assert (whole.tokens, whole.text) == (tokenizer(text, add_special_tokens=False)["input_ids"], text)
-    assert short.text == "1"
-    assert long.text.endswith("111" if truncation == "right" else "789")
-    assert "cut 2 prompts to 7 tokens" in caplog.text
-
-
-def test_dropping_what_is_cut_is_refused():
-    with pytest.raises(ValidationError, match="`overlong: drop` has no effect, because `truncation: left` cuts"):
-        PromptConfig(truncation="left", overlong="drop")
 
 
 def test_a_text_beyond_any_number_of_tokens_is_refused_untokenized(tokenizer, source, monkeypatch):
