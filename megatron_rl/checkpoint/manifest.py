@@ -13,6 +13,8 @@ import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from megatron_rl.process.host import write_whole
+
 TRAINER_FILE, MANIFEST_FILE = "trainer.json", "manifest.json"
 FORMAT_VERSION = 1
 _PARTIAL, _OLD, _DELETING = ".partial-", ".old-", ".deleting-"
@@ -62,15 +64,7 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | 
 def write_manifest(folder: Path, files: dict[str, dict[str, int | str]]) -> None:
     """Write the last file of a checkpoint. A checkpoint that has it is whole."""
     text = json.dumps({"format_version": FORMAT_VERSION, "files": dict(sorted(files.items()))}, indent=1)
-    write_durably(folder / MANIFEST_FILE, text)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a file that survives a loss of power from the moment this returns."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_whole(folder / MANIFEST_FILE, text, durable=True)
 
 
 def read_manifest(path: Path, marker: str = TRAINER_FILE) -> dict[str, dict[str, int | str]]:

@@ -58,6 +58,7 @@ from megatron_rl.checkpoint.shards import (
 )
 from megatron_rl.errors import Fault, InputError
 from megatron_rl.model.names import EXTRA_STATE
+from megatron_rl.process.host import write_whole
 from megatron_rl.process.ranks import broadcast_object, gather_objects, gather_to_main, together, world_rank, world_size
 from megatron_rl.process.run_files import read_json
 
@@ -401,7 +402,7 @@ def _hash_own_files(partial: Path) -> dict[str, dict[str, int | str]]:
 
 def _finish_files(partial: Path, trainer: str) -> dict[str, dict[str, int | str]]:
     """Write the loop's state; hashes of the files that belong to no rank."""
-    manifest.write_durably(partial / TRAINER_FILE, trainer)
+    write_whole(partial / TRAINER_FILE, trainer, durable=True)
     return manifest.hash_files(partial, [path.name for path in partial.iterdir() if not path.name.startswith("__")])
 
 

@@ -61,25 +61,20 @@ class Begun:
 
 
 class Lookahead:
-    """Samples the batches of a run in order. ``num_steps``: of the run; nothing is begun beyond.
-
-    ``refills``: a step may call `sample` again for prompts in place of those that were filtered out.
-    """
+    """Samples the batches of a run of ``num_steps`` in order, as its sections say; nothing is begun beyond."""
 
     def __init__(
         self,
         prompts: PromptSampler | MixedSampler,
         generator: Generator | OverlappingGenerator,
-        *,
-        num_prompts: int,
-        num_samples: int,
-        max_staleness: int,
+        batch: BatchConfig,
+        rollout: RolloutConfig,
         num_steps: int,
-        refills: bool = False,
     ) -> None:
-        self._prompts, self._generator = prompts, generator
-        self._num_prompts, self._num_samples = num_prompts, num_samples
-        self._max_staleness, self._num_steps, self._refills = max_staleness, num_steps, refills
+        self._prompts, self._generator, self._num_steps = prompts, generator, num_steps
+        self._num_prompts, self._num_samples = batch.prompts_of_a_round, rollout.num_samples
+        self._max_staleness = rollout.max_staleness
+        self._refills = batch.filter_groups  # a step may call `sample` again, for prompts in place of those left out
         self._begun: list[Begun] = []  # in the order of their steps
         self._next: dict[int, dict[str, int]] = {}  # step → prompt id → the lowest `Prompt.occurrence` that is left
 
@@ -154,22 +149,3 @@ def staleness_metrics(groups: list[Group], num_updates: int) -> dict[str, float]
     if not sum(counts):
         return {}
     return {"rollout/staleness_mean": sum(totals) / sum(counts), "rollout/staleness_max": float(max(largest))}
-
-
-def make_lookahead(
-    batch: BatchConfig,
-    rollout: RolloutConfig,
-    num_steps: int,
-    prompts: PromptSampler | MixedSampler,
-    generator: Generator,
-) -> Lookahead:
-    """What samples the batches of a run of ``num_steps`` as its sections say."""
-    return Lookahead(
-        prompts,
-        generator,
-        num_prompts=batch.prompts_of_a_round,
-        num_samples=rollout.num_samples,
-        max_staleness=rollout.max_staleness,
-        num_steps=num_steps,
-        refills=batch.filter_groups,
-    )

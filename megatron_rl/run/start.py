@@ -46,7 +46,7 @@ from megatron_rl.run.identity import (
     keep_recipe,
     refuse,
 )
-from megatron_rl.run.lookahead import Lookahead, make_lookahead
+from megatron_rl.run.lookahead import Lookahead
 from megatron_rl.run.prepare import Prepared, prepare
 from megatron_rl.run.saving import (
     Evidence,
@@ -269,7 +269,7 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
         if prepared.rewarder.has_functions and isinstance(generator, AnnouncingGenerator):
             generator.announce_to(prepared.rewarder.begin)
         _confirm_precision(prepared, learner, generator, monitor)
-        ahead = make_lookahead(recipe.batch, recipe.rollout, recipe.num_steps, sampler, generator)
+        ahead = Lookahead(sampler, generator, recipe.batch, recipe.rollout, recipe.num_steps)
         saving = Saving(recipe.checkpoint, directory.checkpoints, learner, monitor.log)
         stack.callback(saving.leave)
         run = Run(

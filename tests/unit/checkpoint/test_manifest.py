@@ -66,12 +66,13 @@ def test_what_a_loss_of_power_must_not_take_is_on_the_disk_in_time(tmp_path, mon
 
     def fsync(descriptor: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        synced.append((path.name, names(path) if path.is_dir() else json.loads(path.read_text())["format_version"]))
+        name = path.name.removesuffix(f".{os.getpid()}")
+        synced.append((name, names(path) if path.is_dir() else json.loads(path.read_text())["format_version"]))
 
     monkeypatch.setattr(os, "fsync", fsync)
     folder = tmp_path / "checkpoints"
     partial = write(folder, 3, ".partial-")
-    assert synced == [("manifest.json", 1)]
+    assert synced == [(".partial-manifest.json", 1)]
     manifest.publish(partial, folder / "step_00000003")
     assert synced[1:] == [
         (".partial-step_00000003", ["__0_0.distcp", "manifest.json", "trainer.json"]),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.sections import BatchConfig
 from megatron_rl.data import PromptSampler, PromptSet
 from megatron_rl.errors import InputError
 from megatron_rl.run import lookahead
@@ -44,20 +46,18 @@ class Engine:
         return ticket[1]
 
 
+def looking_ahead(sampler, engine, num_prompts: int, max_staleness: int, num_steps: int, refills: bool = False):
+    batch = BatchConfig(prompts=num_prompts, filter_groups=refills)
+    rollout = RolloutConfig(engine="vllm_server", num_samples=1, max_staleness=max_staleness)
+    return Lookahead(sampler, engine, batch, rollout, num_steps)
+
+
 def run(
     max_staleness: int, *, stop_after: int = NUM_STEPS, refill: tuple[int, ...] = (), state=None, num_steps=NUM_STEPS
 ):
     """(per step: prompt ids and staleness), and the state at the end; one update a step."""
     sampler, engine = PromptSampler(PROMPTS, seed=1), Engine()
-    ahead = Lookahead(
-        sampler,
-        engine,
-        num_prompts=2,
-        num_samples=1,
-        max_staleness=max_staleness,
-        num_steps=NUM_STEPS,
-        refills=bool(refill),
-    )
+    ahead = looking_ahead(sampler, engine, 2, max_staleness, NUM_STEPS, bool(refill))
     first = 0
     if state is not None:
         first, prompts, begun = state
@@ -108,7 +108,7 @@ def test_a_run_resumed_without_running_ahead_first_learns_from_what_was_begun():
 
 def test_a_prompt_that_is_gone_is_named():
     _, (_, _, begun) = run(1, stop_after=2)
-    ahead = Lookahead(PromptSampler(PROMPTS), Engine(), num_prompts=2, num_samples=1, max_staleness=1, num_steps=8)
+    ahead = looking_ahead(PromptSampler(PROMPTS), Engine(), 2, max_staleness=1, num_steps=8)
     with pytest.raises(InputError, match=r"begun with prompt 'toy:\d+', which is not in data.train"):
         ahead.load_state_dict(begun, PromptSet.of(PROMPTS[:0]))
 
@@ -130,9 +130,7 @@ def test_a_prompt_that_a_step_takes_again_says_so(max_staleness):
 
     def asked(first: int, last: int, state=None):
         sampler, engine = PromptSampler(PROMPTS[:3], shuffle=False), Engine()
-        ahead = Lookahead(
-            sampler, engine, num_prompts=2, num_samples=1, max_staleness=max_staleness, num_steps=6, refills=True
-        )
+        ahead = looking_ahead(sampler, engine, 2, max_staleness, num_steps=6, refills=True)
         if state is not None:
             sampler.load_state_dict(state[0])
             ahead.load_state_dict(state[1], PromptSet.of(PROMPTS[:3]))
@@ -155,7 +153,7 @@ def test_a_resumed_run_asks_again_with_the_same_occurrences():
 
     def made(state=None):
         sampler = PromptSampler(PROMPTS[:3], shuffle=False)
-        ahead = Lookahead(sampler, Engine(), num_prompts=4, num_samples=1, max_staleness=1, num_steps=4)
+        ahead = looking_ahead(sampler, Engine(), 4, max_staleness=1, num_steps=4)
         if state is not None:
             sampler.load_state_dict(state[0])
             ahead.load_state_dict(state[1], PromptSet.of(PROMPTS[:3]))
