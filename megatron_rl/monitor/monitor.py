@@ -24,7 +24,7 @@ from megatron_rl.errors import Fault, OwnWarning
 from megatron_rl.monitor.alarms import BUILT_IN, AlarmEvent, Alarms, LogGrowth
 from megatron_rl.monitor.run_directory import JsonlSink, RunDirectory
 from megatron_rl.monitor.samples import SampleFile, choose, collect, rollout_metrics
-from megatron_rl.monitor.sinks import TensorBoardSink, service_sinks
+from megatron_rl.monitor.sinks import TensorBoardSink, WandbSink
 from megatron_rl.monitor.terminal import TerminalSink
 from megatron_rl.types import Group
 
@@ -297,7 +297,8 @@ class Monitor:
             self._samples = SampleFile(self.run_dir.samples)
             if config.tensorboard:
                 self._sinks["tensorboard"] = TensorBoardSink(self.run_dir.tensorboard)
-            self._sinks |= service_sinks(config.sinks, self.run_dir)
+            if config.sinks.wandb is not None:
+                self._sinks["wandb"] = WandbSink(config.sinks.wandb, self.run_dir)
             self._guard("terminal", self._terminal.header, recipe_summary)
 
     def phase(self, name: str) -> AbstractContextManager[Span]:

@@ -27,16 +27,34 @@ from megatron_rl.process.run_files import own_file, read_json
 STOP_FILE = "STOP"  # after `touch RUN/STOP` the run saves after the current step and exits
 
 
+class _InRun:
+    """The path of this name in a run directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, directory: RunDirectory, owner: type) -> Path:
+        return directory.root / self._name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """Paths in a run directory; only `create` creates any of them."""
 
     root: Path
 
-    @property
-    def recipe(self) -> Path:
-        """The current recipe."""
-        return self.root / "recipe.resolved.yaml"
+    recipe = _InRun("recipe.resolved.yaml")  # the current one
+    environment = _InRun("environment.json")
+    metrics = _InRun("metrics.jsonl")
+    samples = _InRun("samples.jsonl")  # a few sampled responses; see the module `samples`
+    tensorboard = _InRun("tensorboard")
+    checkpoints = _InRun("checkpoints")
+    batches = _InRun("batches")
+    plots = _InRun("plots")
+    log = _InRun("log.txt")
+    rollbacks = _InRun("rollbacks.json")  # when alarms took the run back; see `run.saving`
+    done = _InRun("DONE")  # once the run is complete: its number of steps. A scheduler's script looks for it
+    lock = _InRun("LOCK")  # of the process that writes to this folder; see `RunLock`
 
     def kept_recipe(self, number: int) -> Path:
         """Return the path of the run's ``number``-th recipe (from 1); its first line has the step where it began."""
@@ -46,54 +64,6 @@ class RunDirectory:
         """Return all recipes that the run has used, the first one first."""
         numbers = [path.name.split(".")[2] for path in self.root.glob("recipe.resolved.*.yaml")]
         return [self.kept_recipe(number) for number in sorted(int(n) for n in numbers if n.isdigit())]
-
-    @property
-    def environment(self) -> Path:
-        return self.root / "environment.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """A few sampled responses; see the module `samples`."""
-        return self.root / "samples.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def batches(self) -> Path:
-        return self.root / "batches"
-
-    @property
-    def plots(self) -> Path:
-        return self.root / "plots"
-
-    @property
-    def log(self) -> Path:
-        return self.root / "log.txt"
-
-    @property
-    def rollbacks(self) -> Path:
-        """When alarms took the run back; see `run.saving`."""
-        return self.root / "rollbacks.json"
-
-    @property
-    def done(self) -> Path:
-        """Exists once the run is complete and holds its number of steps. A scheduler's script looks for it."""
-        return self.root / "DONE"
-
-    @property
-    def lock(self) -> Path:
-        """Lock file of the process that writes to this folder; see `RunLock`."""
-        return self.root / "LOCK"
 
     def check(self) -> None:
         """Raise `InputError` if a name that the run needs is taken, such as a file in place of a folder.

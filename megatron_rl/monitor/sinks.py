@@ -29,15 +29,15 @@ class SinkError(Exception):
     """A service did not accept the data that was sent."""
 
 
-class ServiceSink:
-    """Sends each step to a service from its own thread; `write` returns at once.
+class WandbSink:
+    """Sends each step to Weights & Biases from its own thread; `write` returns at once.
 
-    The next `write` or `close` raises a failure as `SinkError`. If the service could not open the run, it is not
-    tried again.
+    The next `write` or `close` raises a failure as `SinkError`. If the run could not be opened there, it is not tried
+    again. The service accepts a step once, so steps that a resumed run repeats keep their first values.
     """
 
-    def __init__(self, client: Wandb, recipe: Path) -> None:
-        self._client, self._recipe = client, recipe
+    def __init__(self, config: WandbSinkConfig, directory: RunDirectory) -> None:
+        self._config, self._directory = config, directory
         self._resumes = False
         self._waiting: queue.Queue[tuple[int, dict[str, float], float] | None] = queue.Queue(MOST_WAITING)
         self._failure: Exception | None = None
@@ -76,27 +76,38 @@ class ServiceSink:
 
     def _work(self) -> None:
         try:
-            recipe = parse(self._recipe.read_text())[0] if self._recipe.is_file() else {}
-            self._client.begin(recipe, self._resumes)
+            run = self._open()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - no error of a client may end the run
             self._failure = error
             return
         while (item := self._waiting.get()) is not None:
             try:
-                self._client.log(*item)
+                step, metrics, seconds = item
+                run.log({**metrics, "_timestamp": seconds}, step=step)
             except Exception as error:  # noqa: BLE001 - as above
                 self._failure = error
         try:
-            self._client.end()
+            run.finish()
         except Exception as error:  # noqa: BLE001 - as above
             self._failure = error
 
+    def _open(self) -> Any:
+        """Return the run on the service; that of an earlier start, if this one continues it."""
+        import wandb
 
-def service_sinks(config: SinksConfig, directory: RunDirectory) -> dict[str, ServiceSink]:
-    """Return the configured sinks by name. The first record imports and opens their clients."""
-    if config.wandb is None:
-        return {}
-    return {"wandb": ServiceSink(Wandb(config.wandb, directory), directory.recipe)}
+        config, recipe = self._config, self._directory.recipe
+        return wandb.init(
+            project=config.project,
+            entity=config.entity,
+            name=self._directory.root.name,
+            group=config.group,
+            mode=config.mode,
+            id=_run_id(self._directory.root / "wandb-run-id", self._resumes),
+            resume="allow",
+            dir=self._directory.root,
+            config=parse(recipe.read_text())[0] if recipe.is_file() else {},
+            settings=wandb.Settings(console="off", silent=True),  # only megatron_rl writes to the terminal
+        )
 
 
 def missing_clients(config: SinksConfig) -> list[str]:
@@ -104,43 +115,6 @@ def missing_clients(config: SinksConfig) -> list[str]:
     if config.wandb is None or importlib.util.find_spec("wandb") is not None:
         return []
     return ["monitor.sinks.wandb: the package wandb is not installed; `pip install wandb`, or set the key to null"]
-
-
-class Wandb:
-    """Weights & Biases, called by one thread: begin, log, end.
-
-    It accepts a step once, so steps that a resumed run repeats keep their first values.
-    """
-
-    def __init__(self, config: WandbSinkConfig, directory: RunDirectory) -> None:
-        self._config, self._directory = config, directory
-
-    def begin(self, recipe: Mapping[str, Any], resumes: bool) -> None:
-        """Open the run on the service; ``resumes``: continue the run of an earlier start."""
-        import wandb
-
-        config = self._config
-        settings = wandb.Settings(console="off", silent=True)  # only megatron_rl writes to the terminal
-        self._run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            name=self._directory.root.name,
-            group=config.group,
-            mode=config.mode,
-            id=_run_id(self._directory.root / "wandb-run-id", resumes),
-            resume="allow",
-            dir=self._directory.root,
-            config=dict(recipe),
-            settings=settings,
-        )
-
-    def log(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """Send a step, recorded at Unix time ``seconds``."""
-        self._run.log({**metrics, "_timestamp": seconds}, step=step)
-
-    def end(self) -> None:
-        """Send the remaining steps and close the run."""
-        self._run.finish()
 
 
 def _run_id(file: Path, resumes: bool) -> str:

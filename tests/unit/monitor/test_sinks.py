@@ -11,10 +11,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megatron_rl.config.monitor import MonitorConfig, SinksConfig
+from megatron_rl.config.monitor import MonitorConfig, SinksConfig, WandbSinkConfig
 from megatron_rl.monitor import Monitor, read_metrics, sinks
 from megatron_rl.monitor.run_directory import RunDirectory
-from megatron_rl.monitor.sinks import ServiceSink, TensorBoardSink, missing_clients
+from megatron_rl.monitor.sinks import TensorBoardSink, WandbSink, missing_clients
 from tests.support.sinks import run
 
 RECORD = "from tests.support.sinks.record import main; main()"
@@ -76,7 +76,7 @@ def test_every_key_of_a_sink_reaches_its_client(tmp_path, monkeypatch):
     client = MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", client)
     config = SinksConfig.model_validate({"wandb": keys})
-    sinks.service_sinks(config, RunDirectory(tmp_path).create())["wandb"]._client.begin({}, False)
+    WandbSink(config.wandb, RunDirectory(tmp_path).create())._open()
     given = client.init.call_args.kwargs
     assert {key: given[key] for key in type(config.wandb).model_fields} == keys
 
@@ -87,36 +87,38 @@ class Slow:
     def __init__(self) -> None:
         self.answers, self.steps, self.ended = threading.Event(), [], False
 
-    def begin(self, recipe, resumes):
-        self.resumes = resumes
-
-    def log(self, step, metrics, seconds):
+    def log(self, metrics, step):
         self.answers.wait()
         self.steps.append(step)
         if step == 1:
             raise ConnectionError("no route to host")
 
-    def end(self):
+    def finish(self):
         self.ended = True
+
+
+def sink_of(service: Slow, folder) -> WandbSink:
+    sink = WandbSink(WandbSinkConfig(), RunDirectory(folder))
+    sink._open = lambda: service
+    return sink
 
 
 def test_steps_wait_for_a_slow_service_in_memory_and_close_sends_them(tmp_path):
     service = Slow()
-    sink = ServiceSink(service, tmp_path / "absent.yaml")
-    sink.resume_at(0)
+    sink = sink_of(service, tmp_path)
     for step in range(4):
         sink.write(step, {"x": 1.0})  # returns although the service does not
     assert service.steps == []
     service.answers.set()
     with pytest.raises(sinks.SinkError, match="ConnectionError: no route to host"):
         sink.close()
-    assert (service.steps, service.ended, service.resumes) == ([0, 1, 2, 3], True, False)
+    assert (service.steps, service.ended) == ([0, 1, 2, 3], True)
 
 
 def test_the_end_of_a_run_waits_for_a_service_no_longer_than_said(tmp_path, monkeypatch):
     monkeypatch.setattr(sinks, "CLOSING_SECONDS", 0.0)
     service = Slow()
-    sink = ServiceSink(service, tmp_path / "absent.yaml")
+    sink = sink_of(service, tmp_path)
     sink.write(0, {"x": 1.0})
     with pytest.raises(sinks.SinkError, match=r"metrics\.jsonl has all of them"):
         sink.close()
@@ -140,7 +142,7 @@ def test_how_to_send_what_was_kept_offline_is_said_at_the_end(folder, times, tmp
         def write(self, step, metrics) -> None: ...
         def close(self) -> None: ...
 
-    monkeypatch.setattr("megatron_rl.monitor.monitor.service_sinks", lambda *_: {"wandb": Sink()})
+    monkeypatch.setattr("megatron_rl.monitor.monitor.WandbSink", lambda *_: Sink())
     sinks = SinksConfig(wandb={"mode": "offline"})
     config = MonitorConfig(terminal="off", plots=False, tensorboard=False, sinks=sinks)
     Monitor(tmp_path, config, {}, True).close()
@@ -155,7 +157,7 @@ def test_a_broken_sink_is_said_although_a_thread_hides_warnings(tmp_path, capsys
     monitor = Monitor(tmp_path, config, {}, True)
     service = Slow()
     service.answers.set()
-    monitor._sinks["wandb"] = ServiceSink(service, RunDirectory(tmp_path).recipe)
+    monitor._sinks["wandb"] = sink_of(service, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(3):
