@@ -160,7 +160,7 @@ def test_an_unknown_command_is_told_the_nearest(typed, message, capsys):
 
 
 FLAT = """
-train check doctor plan eval serve servers schema watch samples plot replay attribute experts
+train check doctor plan eval serve servers schema watch samples plot replay attribute
 gradient-bias mismatch explain-schedule score-alarms convert prepare-data lab sanity-set sanity-verdict
 patch
 """

@@ -1,1 +1,1 @@
-"""Analyses of a stored batch: the update again, the mismatch's causes, its experts, the bias of its gradient."""
+"""Analyses of a stored batch: the update again, the mismatch's causes, the bias of its gradient."""

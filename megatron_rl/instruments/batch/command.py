@@ -1,4 +1,4 @@
-"""Commands on one stored batch: `batch replay`, `attribute`, `experts` and `gradient-bias`."""
+"""Commands on one stored batch: `batch replay`, `attribute` and `gradient-bias`."""
 
 from __future__ import annotations
 
@@ -18,38 +18,56 @@ from megatron_rl.errors import EXIT_DONE
 
 if TYPE_CHECKING:
     from megatron_rl.instruments.batch.rerun import Attribution
+    from megatron_rl.monitor import RunDirectory
     from megatron_rl.run.recorded_batches import RecordedBatch
 
 
-def add_stored_batch(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments ``run``, ``step``, ``weights``, ``layout`` and ``json``."""
+def add_stored_batch(parser: argparse.ArgumentParser, layout: str | None = "tp=1") -> None:
+    """Add the arguments ``run``, ``step``, ``weights``, ``layout`` (without one, that of the run) and ``json``."""
     parser.add_argument("run", type=Path, help="Read this run directory.")
-    parser.add_argument("--step", type=INDEX, required=True, help="Analyse the stored batch of this step.")
+    parser.add_argument("--step", type=INDEX, required=True, help="Take the stored batch of this step.")
     parser.add_argument(
-        "--weights", default="exact", metavar="exact|nearest|DIR", help="Choose the weights as in `batch replay`."
+        "--weights",
+        default="exact",
+        metavar="exact|nearest|DIR",
+        help="Choose the weights. exact (default): those of the step; an error if there are none. nearest: the newest "
+        "checkpoint not after it. DIR: a checkpoint of this project or a Hugging Face folder.",
     )
     parser.add_argument(
         "--layout",
-        default="tp=1",
-        help="Use this layout, for example tp=2,ep=2; sizes that are not named are 1 (default: tp=1).",
+        default=layout,
+        help="Use this layout, for example tp=2,ep=2 (also pp, etp); sizes that are not named are 1 (default: "
+        f"{layout or 'that of the run'}).",
     )
     parser.add_argument("--json", type=output_file, help="Write the numbers to this file as well.")
+
+
+def open_batch(options: argparse.Namespace, changes: list[str]) -> tuple[RunDirectory, Recipe, Recipe, RecordedBatch]:
+    """Return the run, its recipe on `--layout` without and with ``changes``, and the batch of the step."""
+    from megatron_rl.instruments.batch import rerun
+    from megatron_rl.run.recorded_batches import batch_path, load_batch
+
+    layout = rerun.layout_overrides(options.layout) if options.layout else []
+    directory, recipe = rerun.open_run(options.run, layout)
+    _, changed = rerun.open_run(options.run, [*layout, *changes])
+    return directory, recipe, changed, load_batch(batch_path(directory.batches, options.step))
 
 
 def is_main_rank() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def needs_ranks(ranks: int) -> bool:
-    """Return whether this process must start ``ranks`` processes instead of computing itself."""
-    return ranks > 1 and "WORLD_SIZE" not in os.environ
+def on_ranks(options: argparse.Namespace, recipe: Recipe) -> int | None:
+    """Run this command on the ranks of ``recipe`` and return its exit status; None in a process that is all of them, or
+    one."""
+    from megatron_rl.instruments.batch.rerun import num_ranks
 
-
-def start_ranks(arguments: list[str], ranks: int) -> int:
-    """Run the command line ``arguments`` on ``ranks`` processes and return its exit status."""
+    if (ranks := num_ranks(recipe)) == 1 or "WORLD_SIZE" in os.environ:
+        return None
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return subprocess.run([*torchrun, "-m", "megatron_rl", *arguments], env=environment, check=False).returncode
+    command = [*torchrun, "-m", "megatron_rl", *options.arguments]
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
 COMPARED = (
@@ -71,20 +89,8 @@ COMPARED = (
 
 
 def add_replay(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="Read this run directory.")
-    parser.add_argument("--step", type=INDEX, required=True, help="Replay the stored batch of this step.")
+    add_stored_batch(parser, layout=None)
     add_overrides(parser)
-    parser.add_argument(
-        "--layout", help="Use this layout, for example tp=1,ep=2 (also pp, etp); sizes that are not named are 1."
-    )
-    parser.add_argument(
-        "--weights",
-        default="exact",
-        metavar="exact|nearest|DIR",
-        help="Choose the weights. exact (default): those of the step; an error if there are none. nearest: the newest "
-        "checkpoint not after it. DIR: a checkpoint of this project or a Hugging Face folder.",
-    )
-    parser.add_argument("--json", type=output_file, help="Write everything to this file as well.")
 
 
 def run_replay(options: argparse.Namespace) -> int:
@@ -100,17 +106,12 @@ def run_replay(options: argparse.Namespace) -> int:
     several ranks, the command starts itself through torchrun. The run directory is not changed.
     """
     from megatron_rl.instruments.batch import rerun
-    from megatron_rl.run.recorded_batches import batch_path, load_batch
 
-    layout = rerun.layout_overrides(options.layout) if options.layout else []
-    directory, original = rerun.open_run(options.run, layout)
-    _, changed = rerun.open_run(options.run, [*layout, *options.overrides])
-    recorded = load_batch(batch_path(directory.batches, options.step))
-    ranks = rerun.num_ranks(changed)
+    directory, original, changed, recorded = open_batch(options, options.overrides)
     changed = rerun.watching_routes(changed, recorded.batch)
     rerun.check_replayable(changed, recorded.batch)
-    if needs_ranks(ranks):
-        return start_ranks(options.arguments, ranks)
+    if (status := on_ranks(options, changed)) is not None:
+        return status
     stored = [s.current_logprobs for s in recorded.batch.sequences]
     with rerun.learner_at(directory, original, changed, options.step, options.weights) as (learner, source):
         learner.keep_current_logprobs = True
@@ -160,14 +161,11 @@ def run_attribute(options: argparse.Namespace) -> int:
     step, not of a collapse: `megatron-rl run branch` finds what made a run collapse. With a --layout of several ranks,
     the command starts itself through torchrun.
     """
-    from megatron_rl.instruments.batch import rerun
     from megatron_rl.instruments.batch.rerun import attribute
-    from megatron_rl.run.recorded_batches import batch_path, load_batch
 
-    directory, recipe = rerun.open_run(options.run, rerun.layout_overrides(options.layout))
-    recorded = load_batch(batch_path(directory.batches, options.step))
-    if needs_ranks(ranks := rerun.num_ranks(recipe)):
-        return start_ranks(options.arguments, ranks)
+    directory, recipe, _, recorded = open_batch(options, [])
+    if (status := on_ranks(options, recipe)) is not None:
+        return status
     attribution = attribute(directory, recipe, recorded, options.weights)
     if is_main_rank():
         print_attribution(options, recorded, attribution)
@@ -205,51 +203,6 @@ def print_attribution(options: argparse.Namespace, recorded: RecordedBatch, attr
         options.json.write_text(json.dumps(record, indent=1))
 
 
-EXPERT_COLUMNS = ("layer", "expert", "engine_load", "learner_load", "gained", "lost", "rho_share")
-
-
-def add_experts(parser: argparse.ArgumentParser) -> None:
-    add_stored_batch(parser)
-    parser.add_argument("--top", type=COUNT, default=20, help="Print this number of experts (default: %(default)s).")
-
-
-def run_experts(options: argparse.Namespace) -> int:
-    """Show the experts of a stored batch: their load on both engines, flips, and share of the variance of rho.
-
-        megatron-rl batch experts runs/my-run --step 40 --top 20
-
-    A flip is a token that only one of the two engines sends to the expert. The squared deviation of rho at a token is
-    split among the flips at that token. The command needs the batch with the engine's routes (routing.replay: r3, or
-    routing.telemetry: true) and the weights of its step (see `megatron-rl batch replay --help`).
-    """
-    from megatron_rl.instruments.batch import rerun
-    from megatron_rl.instruments.batch.gradient_bias import expert_report
-    from megatron_rl.process.host import format_table
-    from megatron_rl.run.recorded_batches import batch_path, load_batch
-
-    directory, original = rerun.open_run(options.run, rerun.layout_overrides(options.layout))
-    recorded = load_batch(batch_path(directory.batches, options.step))
-    if needs_ranks(ranks := rerun.num_ranks(original)):
-        return start_ranks(options.arguments, ranks)
-    recipe = rerun.watching_routes(original, recorded.batch)
-    rerun.check_replayable(recipe, recorded.batch)
-    with rerun.learner_at(directory, original, recipe, options.step, options.weights) as (learner, source):
-        report = expert_report(learner, recorded)
-    if not is_main_rank():
-        return EXIT_DONE
-    rows = report.rows(options.top)
-    print(f"step {options.step}, {report.num_tokens} tokens with a route, weights: {source}")
-    cells = [[f"{row[name]:.2%}" if name == "rho_share" else str(row[name]) for name in EXPERT_COLUMNS] for row in rows]
-    print(format_table([name.replace("_", " ") for name in EXPERT_COLUMNS], cells))
-    print(f"share of rho's variance at tokens without a flip: {report.share_without_flip:.2%}")
-    print(f"{report.num_flipped / report.num_trained:.1%} of the trained tokens have a flip in some layer")
-    if options.json:
-        everything = report.rows(report.gained.size)
-        record = {"experts": everything, "share_without_flip": report.share_without_flip, "weights": source}
-        options.json.write_text(json.dumps(record, indent=1))
-    return EXIT_DONE
-
-
 def add_gradient_bias(parser: argparse.ArgumentParser) -> None:
     add_stored_batch(parser)
     add_overrides(parser)
@@ -274,15 +227,11 @@ def run_gradient_bias(options: argparse.Namespace) -> int:
     from megatron_rl.instruments.batch import rerun
     from megatron_rl.instruments.batch.gradient_bias import REFERENCE, gradient_bias
     from megatron_rl.process.host import format_table
-    from megatron_rl.run.recorded_batches import batch_path, load_batch
 
-    layout = rerun.layout_overrides(options.layout)
-    directory, recipe = rerun.open_run(options.run, layout)
     changes = options.overrides or [f"objective.correction={json.dumps(REFERENCE)}"]
-    _, reference = rerun.open_run(options.run, [*layout, *changes])
-    recorded = load_batch(batch_path(directory.batches, options.step))
-    if needs_ranks(ranks := rerun.num_ranks(recipe)):
-        return start_ranks(options.arguments, ranks)
+    directory, recipe, reference, recorded = open_batch(options, changes)
+    if (status := on_ranks(options, recipe)) is not None:
+        return status
     with rerun.learner_at(directory, recipe, recipe, options.step, options.weights) as (learner, source):
         bias = gradient_bias(learner, recorded.batch, reference, options.parts)
     if is_main_rank():

@@ -47,7 +47,6 @@ def use_tools(run: str) -> dict[str, Any]:
         "r3": _call("replay", run, "--step", "1", "--set", "routing.replay=r3"),
         "fp32": _call("replay", run, "--step", "1", "--set", "learner.dtype=fp32", "--set", "routing.replay=r3"),
         "attribution": _call("attribute", run, "--step", "1"),
-        "experts": _call("experts", run, "--step", "1", "--top", "3"),
         "gradient bias": _call("gradient-bias", run, "--step", "1"),
     }
     shutil.rmtree(Path(run) / "checkpoints" / "step_00000002")
