@@ -81,7 +81,9 @@ def planned(run: Mapping[str, Any]) -> StepTime:
     engine = memory_plan(work).engine
     time = step_time(work, engine)
     tokens = run.get("pass_tokens", work.recipe.learner.max_tokens_per_microbatch)
-    one = step_time(work.with_learner(max_tokens_per_microbatch=tokens).with_batch(minibatches=2), engine).old_logprobs
+    one = step_time(
+        work.with_keys("learner", max_tokens_per_microbatch=tokens).with_keys("batch", minibatches=2), engine
+    ).old_logprobs
     return replace(time, old_logprobs=run.get("passes", 1) * one)
 
 
@@ -143,7 +145,7 @@ def _point(row: Mapping[str, str]) -> Point:
         "mean_prompt": SERVER_PROMPT,
     }
     work = workload(run)
-    law, layers = Decoding.of(work, memory_plan(work, "servers", 0.9).engine), work.architecture.num_layers
+    law, layers = Decoding.of(work, memory_plan(work, 0.9).engine), work.architecture.num_layers
     context = sequences * (SERVER_PROMPT + float(row["mean_output"]) / 2)
     read = law.weights - law.experts * law.idle**sequences + law.token_bytes * context
     # Long contexts on one B200 take 35 ms at 8 sequences; half of 4096 sequences wait.

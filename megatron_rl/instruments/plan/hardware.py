@@ -48,7 +48,6 @@ class Gpu:
     network: float  # bytes/s to other nodes, its share of the node's adapters
     batched_tokens: int  # vLLM's default `max_num_batched_tokens` for offline use, which determines its activations
     host_link: float  # bytes/s between host memory and one GPU, one direction: PCIe 4 or 5, 16 lanes
-    processors: int  # streaming multiprocessors
     host_gib: float  # host memory of a node without `--host-memory`: that of the vendor's DGX
     family: str = "hopper"  # whose fitted figures count: hopper, h20 or blackwell
     nvlink_gpus: int = 0  # GPUs that NVLink joins beyond the node: a rack of GB200 is one such group
@@ -66,15 +65,15 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100-40", 39.4, 312e12, 19.5e12, 156e12, 1.555e12, 300e9, 25e9, 8192, 32e9, 108, 1024),
-        Gpu("a100-80", 79.1, 312e12, 19.5e12, 156e12, 2.039e12, 300e9, 25e9, 8192, 32e9, 108, 2048),
-        Gpu("h100-80", 79.1, 989e12, 67e12, 494.5e12, 3.35e12, 450e9, 50e9, 16384, 64e9, 132, 2048),
-        Gpu("h800-80", 79.1, 989e12, 67e12, 494.5e12, 3.35e12, 200e9, 50e9, 16384, 64e9, 132, 2048),
-        Gpu("h200-141", 139.8, 989e12, 67e12, 494.5e12, 4.8e12, 450e9, 50e9, 16384, 64e9, 132, 2048),
-        Gpu("h20-96", 95.0, 148e12, 44e12, 74e12, 4.0e12, 450e9, 50e9, 16384, 64e9, 78, 2048, "h20"),
-        Gpu("b200-180", 178.3, 2250e12, 75e12, 1125e12, 8.0e12, 900e9, 50e9, 16384, 64e9, 148, 2048, "blackwell"),
+        Gpu("a100-40", 39.4, 312e12, 19.5e12, 156e12, 1.555e12, 300e9, 25e9, 8192, 32e9, 1024),
+        Gpu("a100-80", 79.1, 312e12, 19.5e12, 156e12, 2.039e12, 300e9, 25e9, 8192, 32e9, 2048),
+        Gpu("h100-80", 79.1, 989e12, 67e12, 494.5e12, 3.35e12, 450e9, 50e9, 16384, 64e9, 2048),
+        Gpu("h800-80", 79.1, 989e12, 67e12, 494.5e12, 3.35e12, 200e9, 50e9, 16384, 64e9, 2048),
+        Gpu("h200-141", 139.8, 989e12, 67e12, 494.5e12, 4.8e12, 450e9, 50e9, 16384, 64e9, 2048),
+        Gpu("h20-96", 95.0, 148e12, 44e12, 74e12, 4.0e12, 450e9, 50e9, 16384, 64e9, 2048, "h20"),
+        Gpu("b200-180", 178.3, 2250e12, 75e12, 1125e12, 8.0e12, 900e9, 50e9, 16384, 64e9, 2048, "blackwell"),
         # A node is a tray of 4 GPUs with two Grace processors of 480 GB; two GPUs share the 450 GB/s of NVLink-C2C.
-        Gpu("gb200-186", 184.3, 2500e12, 80e12, 1250e12, 8.0e12, 900e9, 50e9, 16384, 225e9, 152, 894, "blackwell", 72),
+        Gpu("gb200-186", 184.3, 2500e12, 80e12, 1250e12, 8.0e12, 900e9, 50e9, 16384, 225e9, 894, "blackwell", 72),
     )
 }
 
@@ -91,7 +90,6 @@ ALLOCATOR = (0.034, 0.05, 0.078)
 (docs/gpu.md)."""
 GRAPHS_GIB = 1.0  # CUDA graphs of a vLLM engine; they stay while it sleeps
 EXPERT_IMBALANCE = 1.25  # tokens of the busiest expert-parallel rank over the mean, if there are several
-SERVER_UTILIZATION = 0.9  # of a GPU with only a server
 MOST_UTILIZATION = 0.85  # largest share that the search gives an engine beside a learner; the rest is reserve
 PROCESS_GIB = 8.0  # host memory of a rank: Python, CUDA, vLLM, the data set
 
@@ -198,7 +196,6 @@ class GpuFile(Figures):
     memory_gib: PositiveFloat | None = None
     host_link_gb_s: PositiveFloat | None = None
     host_memory_gib: PositiveFloat | None = None
-    processors: PositiveInt | None = None
     batched_tokens: PositiveInt | None = None
     nvlink_gpus: PositiveInt | None = None
     measured: Measured = Measured()
@@ -211,7 +208,6 @@ FIELDS = {
     "network_gb_s": ("network", 1e9),
     "host_link_gb_s": ("host_link", 1e9),
     "host_memory_gib": ("host_gib", 1),
-    "processors": ("processors", 1),
     "batched_tokens": ("batched_tokens", 1),
     "nvlink_gpus": ("nvlink_gpus", 1),
 }

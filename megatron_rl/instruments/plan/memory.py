@@ -13,14 +13,7 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.config.learner import OffloadConfig
 from megatron_rl.instruments.plan.generation import EngineMemory, cache_beside, engine_memory, runtime_bytes
-from megatron_rl.instruments.plan.hardware import (
-    ALLOCATOR,
-    BROADCAST_BYTES,
-    EXPERT_IMBALANCE,
-    GIB,
-    PROCESS_GIB,
-    SERVER_UTILIZATION,
-)
+from megatron_rl.instruments.plan.hardware import ALLOCATOR, BROADCAST_BYTES, EXPERT_IMBALANCE, GIB, PROCESS_GIB
 from megatron_rl.instruments.plan.learner import BYTES, Activations, LearnerMemory, checkpoint_cost, learner_memory
 from megatron_rl.instruments.plan.workload import Workload
 
@@ -103,9 +96,9 @@ def learner_stages(work: Workload, imbalance: float = EXPERT_IMBALANCE) -> list[
     )
 
 
-def memory_plan(work: Workload, placement: str | None = None, utilization: float | None = None) -> MemoryPlan:
-    """Return the memory of ``work``. ``placement`` and ``utilization`` default to the recipe's."""
-    placement = placement or PLACEMENT[work.recipe.rollout.engine]
+def memory_plan(work: Workload, utilization: float | None = None) -> MemoryPlan:
+    """Return the memory of ``work``. ``utilization``: of a vLLM engine; None: the recipe's."""
+    placement = PLACEMENT[work.recipe.rollout.engine]
     offload = work.recipe.learner.offload
     learner = max(learner_stages(work), key=lambda stage: sum(size for _, size in _learning(stage, offload)))
     balanced = learner_stages(work, 1.0)[learner.stage]
@@ -128,13 +121,10 @@ def memory_plan(work: Workload, placement: str | None = None, utilization: float
             generating.append(("its own weights, while others sample", learner.weights))
         phases = (phase("learning", learning), phase("generating", generating))
         return MemoryPlan(placement, learner, None, phases, cache_memory)
-    if utilization is None:
-        cache_memory = placement == PLACEMENT[work.recipe.rollout.engine]
-        alone = placement == "servers" and not cache_memory
-        utilization = SERVER_UTILIZATION if alone else work.recipe.rollout.gpu_memory_utilization
+    utilization = work.recipe.rollout.gpu_memory_utilization if utilization is None else utilization
     engine = engine_memory(work.recipe, work.architecture, work.gpu, utilization)
     if placement == "servers":
-        if placement == PLACEMENT[work.recipe.rollout.engine] and not work.recipe.rollout.why_files:
+        if not work.recipe.rollout.why_files:
             learning.append(("weights on their way to servers", float(BROADCAST_BYTES)))
         phases = (phase("learning", learning), phase("generating", _engine_items(engine)))
         return MemoryPlan(placement, learner, engine, phases)

@@ -135,7 +135,7 @@ def judge(work: Workload, parallel: ParallelConfig, offload: OffloadConfig) -> L
 
     The recipe's own layout has the recipe's share, or the memory left if that is less.
     """
-    moved, utilization = work.with_learner(parallel=parallel, offload=offload), None
+    moved, utilization = work.with_keys("learner", parallel=parallel, offload=offload), None
     rollout, recipes_offload = work.recipe.rollout, work.recipe.learner.offload
     is_recipes = parallel == work.parallel and offload == recipes_offload
     if rollout.engine == "vllm" and rollout.kv_cache_gib is None:
@@ -262,12 +262,12 @@ def _fewer_tokens(work: Workload, phase: str) -> int | None:
 
 
 def _fits(work: Workload, offload: OffloadConfig) -> bool:
-    return memory_plan(work.with_learner(offload=offload)).fits
+    return memory_plan(work.with_keys("learner", offload=offload)).fits
 
 
 def _holds(work: Workload, phase: str, **changes: object) -> bool:
     """Whether the phase of this name fits with other keys of `learner`."""
-    return all(one.is_sure for one in memory_plan(work.with_learner(**changes)).phases if one.name == phase)
+    return all(one.is_sure for one in memory_plan(work.with_keys("learner", **changes)).phases if one.name == phase)
 
 
 def _cache_problem(work: Workload, plan: MemoryPlan) -> str:
@@ -293,7 +293,7 @@ def _wider_engine(work: Workload) -> str:
     for size in SIZES:
         if size <= work.recipe.rollout.tensor_parallel:
             continue
-        wider = work.with_rollout(tensor_parallel=size)
+        wider = work.with_keys("rollout", tensor_parallel=size)
         refused = rollout_problems(wider.recipe.rollout, work.architecture, prompt, work.ranks, "cuda")
         if not refused and memory_plan(wider).holds_longest:
             return f"Enough by itself: set rollout.tensor_parallel to {size}"

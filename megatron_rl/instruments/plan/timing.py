@@ -119,9 +119,9 @@ def _acceptance(work: Workload, engine: EngineMemory | None, refit: float) -> fl
     config = work.recipe.acceptance
     if config is None:
         return 0.0
-    judged = work.with_batch(
-        prompts=config.prompts, filter_groups=False, max_generations=1, generation_prompts=None
-    ).with_rollout(num_samples=config.num_samples)
+    judged = work.with_keys(
+        "batch", prompts=config.prompts, filter_groups=False, max_generations=1, generation_prompts=None
+    ).with_keys("rollout", num_samples=config.num_samples)
     return _sampling(work, judged, engine) + _pass_seconds(judged).of(1) + refit
 
 

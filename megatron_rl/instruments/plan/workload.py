@@ -147,20 +147,10 @@ class Workload:
     def parallel(self) -> ParallelConfig:
         return self.recipe.learner.parallel
 
-    def with_learner(self, **changes: object) -> Workload:
-        """Return the workload with other keys of the recipe's `learner` section."""
-        learner = self.recipe.learner.model_copy(update=changes)
-        return replace(self, recipe=self.recipe.model_copy(update={"learner": learner}))
-
-    def with_rollout(self, **changes: object) -> Workload:
-        """Return the workload with other keys of the recipe's `rollout` section."""
-        rollout = self.recipe.rollout.model_copy(update=changes)
-        return replace(self, recipe=self.recipe.model_copy(update={"rollout": rollout}))
-
-    def with_batch(self, **changes: object) -> Workload:
-        """Return the workload with other keys of the recipe's `batch` section."""
-        batch = self.recipe.batch.model_copy(update=changes)
-        return replace(self, recipe=self.recipe.model_copy(update={"batch": batch}))
+    def with_keys(self, section: str, **changes: object) -> Workload:
+        """Return the workload with other keys of a section of the recipe."""
+        keys = getattr(self.recipe, section).model_copy(update=changes)
+        return replace(self, recipe=self.recipe.model_copy(update={section: keys}))
 
     @property
     def data_parallel(self) -> int:

@@ -26,7 +26,6 @@ nvlink_gb_s: 450
 network_gb_s: 50
 host_link_gb_s: 64
 host_memory_gib: 2048
-processors: 132
 """
 
 
@@ -124,7 +123,7 @@ def test_nvlink_joins_a_rack_of_gb200(fast_host):
         ("base: h100-80\ntflops: {fp16: 9}\n", "tflops.fp16: unknown key; did you mean 'bf16'?"),
         ("base: h100-80\nmeasured: {tflops: {bf16: 0}}\n", "measured.tflops.bf16: found 0; input should be greater"),
         ("base: h100-80\nmeasured: {attention_tflops: 9}\n", "measured.tflops has 0 types; give one"),
-        (WHOLE.replace("processors: 132", ""), "processors: missing; give them, or `base: NAME`"),
+        (WHOLE.replace("network_gb_s: 50", ""), "network_gb_s: missing; give them, or `base: NAME`"),
         (WHOLE.replace("fp32: 67, ", ""), "tflops: {bf16, tf32, fp32}: missing"),
         ("- 1\n", "expected a mapping of keys"),
     ],

@@ -146,7 +146,7 @@ def test_context_parallel_ranks_share_a_row_and_adams_states():
     """Half of the tokens in half of the replicas: activations and communication of the row are halved, Adam's shards
     stay, and every rank gets the other's keys and values."""
     one = work()
-    two = one.with_learner(parallel=one.parallel.model_copy(update={"context": 2}))
+    two = one.with_keys("learner", parallel=one.parallel.model_copy(update={"context": 2}))
     assert (two.data_parallel, two.microbatch_tokens) == (one.data_parallel // 2, one.microbatch_tokens)
     a, b = (memory_plan(w).learner for w in (one, two))
     assert (a.weights, a.gradients, a.moments, a.masters) == (b.weights, b.gradients, b.moments, b.masters)
@@ -166,13 +166,16 @@ def test_long_sequences_are_planned_with_context_parallelism():
 
 def test_recomputation_and_microbatches_move_memory_as_they_should():
     def dynamic(**changes) -> float:
-        return memory_plan(work(DENSE).with_learner(**changes)).learner.dynamic
+        return memory_plan(work(DENSE).with_keys("learner", **changes)).learner.dynamic
 
     assert dynamic(recompute="none") > 3 * dynamic(recompute="full")
     assert 1.5 * dynamic() < dynamic(max_tokens_per_microbatch=32768) <= 2 * dynamic()  # twice, but for what is fixed
     assert dynamic(recompute="selective") == dynamic(recompute="none")  # a dense model has no experts to recompute
-    moe = work().with_learner(recompute="selective")
-    assert memory_plan(moe).learner.dynamic < 0.6 * memory_plan(work().with_learner(recompute="none")).learner.dynamic
+    moe = work().with_keys("learner", recompute="selective")
+    assert (
+        memory_plan(moe).learner.dynamic
+        < 0.6 * memory_plan(work().with_keys("learner", recompute="none")).learner.dynamic
+    )
 
 
 def test_first_stage_keeps_most_microbatches():
@@ -206,8 +209,12 @@ def test_a_cache_of_latent_vectors_is_whole_on_every_rank_of_an_engine():
 
 
 def test_placements():
-    w = work()
-    here, servers, exact = (memory_plan(w, placement) for placement in ("colocated", "servers", "exact"))
+    engines = (
+        ["vllm"],
+        ["vllm_server", "rollout.servers.count=4", "rollout.gpu_memory_utilization=0.9"],
+        ["exact", "rollout.tensor_parallel=1"],
+    )
+    here, servers, exact = (memory_plan(work(DENSE, "h100-80", "rollout.engine=" + e, *more)) for e, *more in engines)
     at_rest = dict(here.phases[1].items)["learner at rest"]
     assert at_rest == here.learner.static
     assert servers.engine.tokens > here.engine.tokens

@@ -57,7 +57,7 @@ def test_microbatches_hold_whole_sequences():
     w = work(MOE, "h100-80", "batch.minibatches=1", "learner.max_tokens_per_microbatch=4096", mean_response=2744)
     each = w.recipe.num_sequences / w.data_parallel
     assert w.microbatches == each
-    more = w.with_learner(max_tokens_per_microbatch=16384)
+    more = w.with_keys("learner", max_tokens_per_microbatch=16384)
     assert more.microbatches == math.ceil(each / (16384 / 3000 - 0.5))
 
 
