@@ -104,8 +104,8 @@ class Comparison:
         return f"fail: the first operator beyond its bound is {in_words(tap)}{stands}"
 
 
-def compare(checkpoint: Checkpoint, records: Sequence[Record], num_layers: int | None = None) -> Comparison:
-    """Hold every operator of ``records`` to its definition. ``num_layers``: of a model that was cut."""
+def compare(checkpoint: Checkpoint, records: Sequence[Record]) -> Comparison:
+    """Hold every operator of ``records`` to its definition."""
     result = Comparison()
     truths: dict[tuple, Evaluation] = {}
     for record in records:
@@ -113,8 +113,8 @@ def compare(checkpoint: Checkpoint, records: Sequence[Record], num_layers: int |
         if key not in truths:
             plain = Record("float64", record.lengths, record.tokens, record.dtype, temperature=record.temperature)
             plain.weight_dtypes = record.weight_dtypes
-            truths[key] = evaluation_of(checkpoint, plain, num_layers)
-        _compare_one(record, evaluation_of(checkpoint, record, num_layers), truths[key], result)
+            truths[key] = evaluation_of(checkpoint, plain)
+        _compare_one(record, evaluation_of(checkpoint, record), truths[key], result)
         result.generation = record.generation or result.generation
         result.seen = max(record.lengths), len(set(record.tokens.tolist()))
     return result

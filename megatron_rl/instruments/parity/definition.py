@@ -161,19 +161,33 @@ class Checkpoint:
         return rotation
 
 
-class Evaluation:
-    """Operators of ``checkpoint`` on what ``record`` holds."""
+LINEAR = {
+    "q": ("input_norm", "self_attn.q_proj"),
+    "k": ("input_norm", "self_attn.k_proj"),
+    "v": ("input_norm", "self_attn.v_proj"),
+    "q_latent": ("input_norm", "self_attn.q_a_proj"),
+    "kv_latent": ("input_norm", "self_attn.kv_a_proj_with_mqa"),
+    "o_proj": ("attention", "self_attn.o_proj"),
+    "router_logits": ("second_norm", "mlp.gate"),
+    "gate": ("second_norm", "mlp.gate_proj"),
+    "up": ("second_norm", "mlp.up_proj"),
+    "mlp": ("activation", "mlp.down_proj"),
+}
+"""Operators that are one product, each with its input and its weight."""
 
-    def __init__(self, checkpoint: Checkpoint, record: Record, num_layers: int | None = None):
+
+class Evaluation:
+    """Operators of ``checkpoint`` on what ``record`` holds: those of `LINEAR`, and a method for each other one."""
+
+    def __init__(self, checkpoint: Checkpoint, record: Record):
         self.checkpoint, self.record = checkpoint, record
-        self.num_layers = num_layers or checkpoint.num_layers
         self._known: dict[str, Bounded] = {}
 
     def taps(self) -> Iterator[str]:
         """Names of all operators, in the order of the pass."""
         c = self.checkpoint
         yield "embedding"
-        for layer in range(self.num_layers):
+        for layer in range(c.num_layers):
             names = ["input_norm", *self.to_heads(), "q_rope", "k_rope"]
             names += ["attention", "o_proj", "residual", "second_norm"]
             moe = ["router_logits", "chosen", "weights", "expert", *(["shared"] if c.shared else []), "mlp"]
@@ -207,7 +221,8 @@ class Evaluation:
         layer, _, name = tap.rpartition(".")
         if not layer:
             return getattr(self, f"_{name}")()
-        return getattr(self, f"_{name}")(int(layer))
+        operator = getattr(self, f"_{name}", None)
+        return self._linear(int(layer), name, *LINEAR[name]) if operator is None else operator(int(layer))
 
     def rounding(self, tap: str, *others: str) -> Rounding:
         dtypes = [self.record.taps[t].dtype for t in (tap, *others) if t in self.record.taps]
@@ -237,17 +252,13 @@ class Evaluation:
     def _input_norm(self, layer: int) -> Bounded:
         return self._norm(self._before(layer), f"model.layers.{layer}.input_layernorm", f"{layer}.input_norm")
 
-    def _projection(self, layer: int, which: str) -> Bounded:
-        name = f"model.layers.{layer}.self_attn.{which}_proj"
+    def _linear(self, layer: int, tap: str, before: str, name: str) -> Bounded:
+        """The product of the operator ``before`` and the weight ``name`` of a layer."""
+        name, x = f"model.layers.{layer}.{name}", self.own(f"{layer}.{before}")
         bias = self.weight(f"{name}.bias") if f"{name}.bias" in self.checkpoint else None
-        x = self.own(f"{layer}.input_norm")
-        return arithmetic.linear(x, self.weight(f"{name}.weight"), bias, self.rounding(f"{layer}.{which}"))
-
-    _q, _k, _v = (
-        partialmethod(_projection, which="q"),
-        partialmethod(_projection, which="k"),
-        partialmethod(_projection, which="v"),
-    )
+        weight = self.weight(f"{name}.weight", "router" if tap == "router_logits" else "")
+        parts = self.record.parts if tap in ("o_proj", "mlp") else 1
+        return arithmetic.linear(x, weight, bias, self.rounding(f"{layer}.{tap}"), parts)
 
     def _heads(self, x: Bounded) -> Bounded:
         return x.view(len(x.value), -1, self.checkpoint.head_dim)
@@ -278,10 +289,6 @@ class Evaluation:
         out = arithmetic.attention(*qkv, self.record.lengths, self.rounding(f"{layer}.attention"))
         return out.view(len(out.value), -1)
 
-    def _o_proj(self, layer: int) -> Bounded:
-        weight, to = self.weight(f"model.layers.{layer}.self_attn.o_proj.weight"), self.rounding(f"{layer}.o_proj")
-        return arithmetic.linear(self.own(f"{layer}.attention"), weight, None, to, self.record.parts)
-
     def _residual(self, layer: int) -> Bounded:
         return self._sum(self._before(layer), self.own(f"{layer}.o_proj"), self.rounding(f"{layer}.residual"))
 
@@ -289,29 +296,21 @@ class Evaluation:
         name = f"model.layers.{layer}.post_attention_layernorm"
         return self._norm(self.own(f"{layer}.residual"), name, f"{layer}.second_norm")
 
-    def _to_inner(self, layer: int, which: str) -> Bounded:
-        weight = self.weight(f"model.layers.{layer}.mlp.{which}_proj.weight")
-        return arithmetic.linear(self.own(f"{layer}.second_norm"), weight, None, self.rounding(f"{layer}.{which}"))
-
-    _gate, _up = partialmethod(_to_inner, which="gate"), partialmethod(_to_inner, which="up")
-
     def _activation(self, layer: int) -> Bounded:
         gate, up = self.own(f"{layer}.gate"), self.own(f"{layer}.up")
         return arithmetic.gated(gate, up, self.checkpoint.activation, self.rounding(f"{layer}.activation"))
 
     def _mlp(self, layer: int) -> Bounded:
-        to = self.rounding(f"{layer}.mlp")
         if self.checkpoint.is_moe(layer):
-            return self._sum_of_experts(layer, to)
-        weight = self.weight(f"model.layers.{layer}.mlp.down_proj.weight")
-        return arithmetic.linear(self.own(f"{layer}.activation"), weight, None, to, self.record.parts)
+            return self._sum_of_experts(layer, self.rounding(f"{layer}.mlp"))
+        return self._linear(layer, "mlp", *LINEAR["mlp"])
 
     def _output(self, layer: int) -> Bounded:
         to = self.rounding(f"{layer}.output")
         return self._sum(self.own(f"{layer}.residual"), self.own(f"{layer}.mlp"), to)
 
     def _final_norm(self) -> Bounded:
-        return self._norm(self.own(f"{self.num_layers - 1}.output"), "model.norm", "final_norm")
+        return self._norm(self.own(f"{self.checkpoint.num_layers - 1}.output"), "model.norm", "final_norm")
 
     def _logits(self) -> Bounded:
         weight = self.weight(self.checkpoint.head_name(), "head")
@@ -323,11 +322,6 @@ class Evaluation:
         return arithmetic.logprobs(logits, self.record.tokens[rows + 1], self.record.temperature)
 
     # -- experts
-
-    def _router_logits(self, layer: int) -> Bounded:
-        weight = self.weight(f"model.layers.{layer}.mlp.gate.weight", "router")
-        x, to = self.own(f"{layer}.second_norm"), self.rounding(f"{layer}.router_logits")
-        return arithmetic.linear(x, weight, None, to)
 
     def chosen(self, layer: int) -> Tensor:
         """Experts [N, K] of each token: the witness's, or the largest of its logits, in the order of their numbers."""
@@ -402,10 +396,10 @@ class Evaluation:
         return total if self.checkpoint.shared is None else self._sum(total, self.own(f"{layer}.shared"), to)
 
 
-def evaluation_of(checkpoint: Checkpoint, record: Record, num_layers: int | None = None) -> Evaluation:
+def evaluation_of(checkpoint: Checkpoint, record: Record) -> Evaluation:
     """The operators of ``checkpoint``, whichever attention it has, on what ``record`` holds."""
     kind = Evaluation if checkpoint.latent is None else LatentEvaluation
-    return kind(checkpoint, record, num_layers)
+    return kind(checkpoint, record)
 
 
 class LatentEvaluation(Evaluation):
@@ -418,24 +412,13 @@ class LatentEvaluation(Evaluation):
         of_query = ["q_latent", "q_latent_norm"] if self.widths.query else []
         return [*of_query, "kv_latent", "kv_latent_norm", "q", "k", "v"]
 
-    def _through(self, layer: int, before: str, name: str, tap: str) -> Bounded:
-        weight = self.weight(f"model.layers.{layer}.self_attn.{name}.weight")
-        return arithmetic.linear(self.own(f"{layer}.{before}"), weight, None, self.rounding(f"{layer}.{tap}"))
-
-    def _q_latent(self, layer: int) -> Bounded:
-        return self._through(layer, "input_norm", "q_a_proj", "q_latent")
-
     def _q_latent_norm(self, layer: int) -> Bounded:
         name, tap = f"model.layers.{layer}.self_attn.q_a_layernorm", f"{layer}.q_latent_norm"
         return self._norm(self.own(f"{layer}.q_latent"), name, tap, self.widths.eps)
 
     def _q(self, layer: int) -> Bounded:
-        if self.widths.query:
-            return self._through(layer, "q_latent_norm", "q_b_proj", "q")
-        return self._through(layer, "input_norm", "q_proj", "q")
-
-    def _kv_latent(self, layer: int) -> Bounded:
-        return self._through(layer, "input_norm", "kv_a_proj_with_mqa", "kv_latent")
+        by_latent = ("q_latent_norm", "self_attn.q_b_proj")
+        return self._linear(layer, "q", *(by_latent if self.widths.query else LINEAR["q"]))
 
     def _kv_latent_norm(self, layer: int) -> Bounded:
         name, tap = f"model.layers.{layer}.self_attn.kv_a_layernorm", f"{layer}.kv_latent_norm"

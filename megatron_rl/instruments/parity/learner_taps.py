@@ -189,7 +189,7 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
     if _is_norm(layer.input_layernorm):  # else the projection has the norm inside
         on_output(stack, layer.input_layernorm, keep("input_norm", rows))
     if hasattr(attention, "linear_kv_up_proj"):
-        _tap_latent(stack, record, number, attention)
+        _tap_latent(stack, record, number, keep, attention)
     else:
         _tap_projection(stack, record, number, attention)
         _tap_heads(stack, record, number, attention)
@@ -228,12 +228,8 @@ def _tap_projection(stack: ExitStack, record: Record, number: int, attention: to
     on_output(stack, attention.linear_qkv, split)
 
 
-def _tap_latent(stack: ExitStack, record: Record, number: int, attention: torch.nn.Module) -> None:
+def _tap_latent(stack: ExitStack, record: Record, number: int, keep: Any, attention: torch.nn.Module) -> None:
     """Latent attention, up to the queries, keys and values of heads. Latent vectors lie on ranks as rows do."""
-
-    def keep(name: str, whole: Any) -> Any:
-        return lambda output: record.keep(f"{number}.{name}", whole(tensor_of(output)))
-
     config = attention.config
     if config.q_lora_rank is None:
         on_output(stack, attention.linear_q_proj, keep("q", columns))

@@ -191,16 +191,13 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
     on_output(stack, layer.input_layernorm, of_input)
 
     if hasattr(attention, "kv_b_proj"):
-        _tap_latent(stack, record, number, attention)
+        _tap_latent(stack, keep, attention)
     else:
-        _tap_projection(stack, record, number, attention)
+        _tap_projection(stack, keep, attention)
     for which in "qk":
         if has_part(attention, f"{which}_norm"):
-            on_output(
-                stack,
-                part_of(attention, f"{which}_norm"),
-                lambda out, which=which: record.keep(f"{number}.{which}_norm", out.flatten(1)),
-            )
+            norm = keep(f"{which}_norm")
+            on_output(stack, part_of(attention, f"{which}_norm"), lambda out, norm=norm: norm(out.flatten(1)))
     on_output(stack, attention_of(attention), keep("attention"))
     on_output(stack, part_of(attention, "o_proj"), keep("o_proj"))
     on_output(
@@ -221,12 +218,11 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
         return
 
     def halves(output: Any) -> None:
-        gate, up = tensor_of(output).chunk(2, dim=-1)
-        record.keep(f"{number}.gate", gate)
-        record.keep(f"{number}.up", up)
+        for name, part in zip(("gate", "up"), tensor_of(output).chunk(2, dim=-1), strict=True):
+            keep(name)(part)
 
     on_output(stack, mlp.gate_up_proj, halves)
-    on_input(stack, mlp.down_proj, lambda inputs: record.keep(f"{number}.activation", inputs[0]))
+    on_input(stack, mlp.down_proj, lambda inputs: keep("activation")(inputs[0]))
 
 
 _LINGS = {
@@ -258,35 +254,26 @@ def _scale_of_residual(layer: torch.nn.Module, record: Record) -> float:
     return layer.routed_scaling_factor if is_divided else 1.0
 
 
-def _tap_projection(stack: ExitStack, record: Record, number: int, attention: torch.nn.Module) -> None:
+def _tap_projection(stack: ExitStack, keep: Any, attention: torch.nn.Module) -> None:
     def split(output: Any) -> None:
         keys = part_of(attention, "kv_size")
         parts = tensor_of(output).split([part_of(attention, "q_size"), keys, keys], dim=-1)
         for name, part in zip("qkv", parts, strict=True):
-            record.keep(f"{number}.{name}", part)
+            keep(name)(part)
 
     on_output(stack, part_of(attention, "qkv_proj"), split)
 
 
-def _tap_latent(stack: ExitStack, record: Record, number: int, attention: torch.nn.Module) -> None:
+def _tap_latent(stack: ExitStack, keep: Any, attention: torch.nn.Module) -> None:
     """Latent attention. A step of decoding makes no keys and values, so they have no taps."""
-
-    def keep(name: str) -> Any:
-        return lambda output: record.keep(f"{number}.{name}", tensor_of(output))
-
     if attention.q_lora_rank is None:
         on_output(stack, attention.q_proj, keep("q"))
         on_output(stack, attention.kv_a_proj_with_mqa, keep("kv_latent"))
     else:
 
         def split(output: Any) -> None:
-            both = tensor_of(output)
-            for name, part in zip(
-                ("q_latent", "kv_latent"),
-                both.split([attention.q_lora_rank, both.size(-1) - attention.q_lora_rank], dim=-1),
-                strict=True,
-            ):
-                record.keep(f"{number}.{name}", part)
+            keep("q_latent")(tensor_of(output)[..., : attention.q_lora_rank])
+            keep("kv_latent")(tensor_of(output)[..., attention.q_lora_rank :])
 
         on_output(stack, attention.fused_qkv_a_proj, split)
         on_output(stack, attention.q_a_layernorm, keep("q_latent_norm"))
