@@ -201,8 +201,7 @@ def generation_seconds(work: Workload, engine: EngineMemory) -> float:
     number, law = work.sampled_sequences / engines, Decoding.of(work, engine)
     slots = max(1.0, min(rollout.max_num_seqs, engine.tokens / work.mean_sequence))
     prompts = number / rollout.num_samples
-    token, square = prefill_costs(work)
-    prefill = prompts * work.mean_prompt * (token + square * work.mean_prompt)
+    prefill = prompts * work.mean_prompt * prefill_seconds(work)
     if not rollout.max_staleness or rollout.in_flight.mode == "finish":
         return prefill + decode_seconds(law, work.lengths, number, slots, work.mean_prompt)
     longest = work.lengths.quantiles(max(1, round(work.sampled_sequences)))[-1]
@@ -212,12 +211,12 @@ def generation_seconds(work: Workload, engine: EngineMemory) -> float:
     return prefill + number * work.mean_response / running * law.step(running, context)
 
 
-def prefill_costs(work: Workload) -> tuple[float, float]:
-    """Return an engine's seconds per token of a prompt, and per square of its length (causal attention)."""
+def prefill_seconds(work: Workload) -> float:
+    """Return an engine's seconds per token of a mean prompt, with causal attention."""
     a, rollout = work.architecture, work.recipe.rollout
     rate = rollout.tensor_parallel * work.gpu.flops(rollout.dtype) * hw.PREFILL_MFU[a.is_moe]
-    attention = work.gpu.attention_cost * 2 * a.num_layers * query_width(a)
-    return 2 * active_parameters(a) / rate, attention / rate
+    attention = work.gpu.attention_cost * 2 * a.num_layers * query_width(a) * work.mean_prompt
+    return (2 * active_parameters(a) + attention) / rate
 
 
 TILE = 64  # rows of a product's tile: exact/kernels
@@ -276,7 +275,7 @@ def exact_step(work: Workload, sequences: float, cached: float) -> float:
     row, messages = rows * a.hidden_size * BYTES[work.recipe.learner.dtype], 0
     if p.tensor > 1:
         messages = 2 * a.num_layers
-        seconds += messages * (p.tensor - 1) * row / (hw.LINK * _rate(work, p.tensor))
+        seconds += messages * (p.tensor - 1) * row / work.link(p.tensor)
     if moe:
         tokens = sequences * max(1.0, p.expert * p.expert_tensor / p.tensor)  # of all replicas of an expert group
         seen = a.num_experts / p.expert * (1.0 - (1.0 - a.experts_per_token / a.num_experts) ** tokens)
@@ -285,7 +284,7 @@ def exact_step(work: Workload, sequences: float, cached: float) -> float:
     if p.expert > 1:
         messages += 2 * moe
         received = (p.expert - 1) * row / p.tensor * (1 + a.experts_per_token)
-        seconds += moe * received / (hw.LINK * _rate(work, p.expert * p.expert_tensor))
+        seconds += moe * received / work.link(p.expert * p.expert_tensor)
     return seconds + messages * hw.ALLREDUCE_S + _launches(work)
 
 
@@ -304,10 +303,6 @@ def _launches(work: Workload) -> float:
     sums = (2 * a.num_layers - sum(a.moe_layers)) * (p.tensor + 1) if p.tensor > 1 else 0
     of_experts = sum(a.moe_layers) * KERNELS_OF_EXPERTS if p.expert > 1 else 0
     return (a.num_layers * KERNELS + sums + of_experts) * hw.KERNEL_S
-
-
-def _rate(work: Workload, group: int) -> float:
-    return work.gpu.nvlink if group <= work.nvlink_gpus else work.gpu.network
 
 
 def _whole(rows: float) -> int:

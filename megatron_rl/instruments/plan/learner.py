@@ -44,9 +44,10 @@ def stage_parameters(a: Architecture, parallel: ParallelConfig) -> list[StagePar
         moe = sum(a.moe_layers[begun : begun + per_stage])
         begun += per_stage
         first, last = stage == 0, stage == parallel.pipeline - 1
-        tables = _num_tables(a, first, last)
+        # Of [V, h]; a tied one is on the first stage and copied on the last.
+        tables = int(first or last) if a.tie_embeddings else first + last
         dense = per_stage * _attention(a, parallel.tensor) + moe * a.hidden_size * a.num_experts
-        dense += (per_stage - moe) * mlp_width(a) // parallel.tensor
+        dense += (per_stage - moe) * (3 * a.hidden_size * a.ffn_hidden_size) // parallel.tensor
         dense += moe * (3 * a.hidden_size * a.shared_ffn_hidden_size // parallel.tensor)
         dense += moe * (a.hidden_size * a.shared_expert_gate + a.num_experts * a.linear_bias)
         dense += tables * vocabulary(a, parallel.tensor) + last * a.hidden_size
@@ -110,11 +111,6 @@ def vocabulary(a: Architecture, tp: int) -> int:
     return -(-a.vocab_size // tp) * a.hidden_size
 
 
-def mlp_width(a: Architecture) -> int:
-    """Return the parameters of a dense feed-forward block: gate, up, down."""
-    return 3 * a.hidden_size * a.ffn_hidden_size
-
-
 def largest_matrices(a: Architecture, parallel: ParallelConfig) -> list[int]:
     """Return the elements of one rank's fc1 and qkv matrices, the largest of a block."""
     sizes = [a.hidden_size * (query_width(a) + 2 * key_value_width(a)) // parallel.tensor]
@@ -142,11 +138,6 @@ def _attention(a: Architecture, tp: int) -> int:
     matrices = h * (q + 2 * kv) + q * h + a.qkv_bias * (q + 2 * kv) + a.has_sinks * a.num_heads
     norms = (q + kv) // tp if a.wide_qk_norm else 2 * a.head_dim
     return matrices // tp + 2 * h + a.qk_layernorm * norms + a.linear_bias * h
-
-
-def _num_tables(a: Architecture, first: bool, last: bool) -> int:
-    """Return the number of [V, h] tables on a stage; a tied one is on the first stage and copied on the last."""
-    return int(first or last) if a.tie_embeddings else first + last
 
 
 # Memory of a microbatch between its forward and its backward pass, tensor by tensor.
@@ -195,7 +186,11 @@ class Activations:
 
     def layer(self, moe: bool) -> float:
         """Return the bytes kept for one layer."""
-        return self.attention() + self._norm() + (self.expert_block() if moe else self.dense_block())
+        return (
+            self.attention()
+            + self._norm()
+            + (self.expert_block() if moe else self._gated(self.architecture.ffn_hidden_size))
+        )
 
     def attention(self) -> float:
         """Return the bytes kept by norm, qkv, rotary embedding, core attention and projection.
@@ -217,11 +212,8 @@ class Activations:
             core += b * (q + 2 * kv) * a.wide_qk_norm  # before the norm and behind it
         return self._norm() + self.tokens * ((core + scales) / tp + angles)
 
-    def dense_block(self) -> float:
-        """Return the bytes kept by a dense block: fc1's output (2f), silu(gate), up, and their product for fc2."""
-        return self._gated(self.architecture.ffn_hidden_size)
-
     def _gated(self, width: int) -> float:
+        """Return the bytes kept by a dense block: fc1's output (2f), silu(gate), up, and their product for fc2."""
         return self.tokens * 5 * self._b * width / self.parallel.tensor
 
     def expert_block(self) -> float:
@@ -287,31 +279,24 @@ class Activations:
             block = max(exchange + self._routed * 5 * f * b + weights, self._gated_backward(a.shared_ffn_hidden_size))
         else:
             block = self._gated_backward(a.ffn_hidden_size)
-        norm = 0.0 if self.fused else 5 * 4 * max(self._local_tokens * a.hidden_size, self._query_elements())
-        return stream + max(block, norm)
+        rows = max(self._local_tokens * a.hidden_size, self.tokens * query_width(a) / p.tensor)
+        return stream + max(block, 0.0 if self.fused else 5 * 4 * rows)
 
     def _gated_backward(self, width: int) -> float:
         a, tp = self.architecture, self.parallel.tensor
         return 2 * self._b * self.tokens * width / tp + 2 * a.hidden_size * width // tp * self._b
 
-    def _query_elements(self) -> float:
-        return self.tokens * query_width(self.architecture) / self.parallel.tensor
-
-    def gather_buffer(self) -> float:
-        """Return the bytes of the [N, h] buffer in which sequence parallelism gathers rows; it is then kept."""
-        return self.tokens * self.architecture.hidden_size * self._b if self.parallel.tensor > 1 else 0.0
-
-    def context_buffer(self) -> float:
-        """Return the bytes of other context-parallel ranks' keys, values and their gradients in a layer's attention.
+    def buffers(self) -> float:
+        """Return the bytes of the [N, h] buffer in which sequence parallelism gathers rows, which is then kept, and of
+        other context-parallel ranks' keys, values and their gradients in a layer's attention.
 
         TransformerEngine's ring has those of two ranks at a time, the other path those of all ranks.
         """
-        context = self.parallel.context
-        if context == 1:
-            return 0.0
-        ranks = 2 if self.fused else context
-        row = 2 * key_value_width(self.architecture) * self._b / self.parallel.tensor  # keys and values
-        return 2 * ranks * self.tokens * row
+        a, p = self.architecture, self.parallel
+        gathered = self.tokens * a.hidden_size * self._b if p.tensor > 1 else 0.0
+        ranks = 0 if p.context == 1 else 2 if self.fused else p.context
+        row = 2 * key_value_width(a) * self._b / p.tensor  # keys and values
+        return gathered + 2 * ranks * self.tokens * row
 
 
 GRADIENT_BYTES = 4  # Megatron's buffer is fp32 for weights of any dtype
@@ -379,58 +364,33 @@ def learner_memory(
     ``fused``: TransformerEngine's layers and fused Adam, as on a GPU; False: the learner's CPU layers and torch's Adam.
     ``imbalance``: see `Activations`.
     """
-    tokens_per_rank = -(-tokens // learner.parallel.context)
-    activations = Activations(
-        a,
-        learner.parallel,
-        learner.dtype,
-        tokens_per_rank,
-        fp32_head,
-        learner.fused_head,
-        fused=fused,
-        imbalance=imbalance,
-    )
-    stages = stage_parameters(a, learner.parallel)
-    return [
-        _stage(
-            i, stage, activations, a, learner, world_size, min(len(stages) - i, num_microbatches), fused, gradient_noise
-        )
-        for i, stage in enumerate(stages)
-    ]
-
-
-def _stage(
-    index: int,
-    stage: StageParameters,
-    kept: Activations,
-    a: Architecture,
-    learner: LearnerConfig,
-    world_size: int,
-    in_flight: int,
-    fused: bool,
-    gradient_noise: bool,
-) -> LearnerMemory:
     b, p = BYTES[learner.dtype], learner.parallel
+    tokens_per_rank = -(-tokens // p.context)
+    kept = Activations(a, p, learner.dtype, tokens_per_rank, fp32_head, learner.fused_head, fused, imbalance)
     dp = max(1, world_size // (p.tensor * p.pipeline))  # includes context-parallel ranks
     expert_dp = max(1, world_size // (p.expert * p.expert_tensor * p.pipeline))
-    trained, sharded, weights = stage.total, stage.dense / dp + stage.expert / expert_dp, stage.total * b
-    if learner.lora is not None:
-        dense, expert = adapter_parameters(a, learner.lora, p, stage)
-        trained, sharded = dense + expert, dense / dp + expert / expert_dp
-        weights += trained * b
-    activations, layer = _activations(stage, kept, learner, in_flight)
-    return LearnerMemory(
-        stage=index,
-        weights=weights,
-        gradients=trained * GRADIENT_BYTES,
-        moments=sharded * MOMENT_BYTES,
-        masters=sharded * MASTER_BYTES if b == 2 else 0.0,
-        activations=activations,
-        head=kept.head_peak() if stage.has_head else 0.0,
-        layer=layer,
-        optimizer=_update(stage, expert_dp, dp, fused, learner.optimizer.weight_decay, gradient_noise),
-        buffers=kept.gather_buffer() + kept.context_buffer(),
-    )
+    stages, memories = stage_parameters(a, p), []
+    for index, stage in enumerate(stages):
+        trained, sharded, weights = stage.total, stage.dense / dp + stage.expert / expert_dp, stage.total * b
+        if learner.lora is not None:
+            dense, expert = adapter_parameters(a, learner.lora, p, stage)
+            trained, sharded = dense + expert, dense / dp + expert / expert_dp
+            weights += trained * b
+        activations, layer = _activations(stage, kept, learner, min(len(stages) - index, num_microbatches))
+        memory = LearnerMemory(
+            stage=index,
+            weights=weights,
+            gradients=trained * GRADIENT_BYTES,
+            moments=sharded * MOMENT_BYTES,
+            masters=sharded * MASTER_BYTES if b == 2 else 0.0,
+            activations=activations,
+            head=kept.head_peak() if stage.has_head else 0.0,
+            layer=layer,
+            optimizer=_update(stage, expert_dp, dp, fused, learner.optimizer.weight_decay, gradient_noise),
+            buffers=kept.buffers(),
+        )
+        memories.append(memory)
+    return memories
 
 
 def _activations(

@@ -202,8 +202,8 @@ def _exchange(work: Workload) -> float:
     rows = 2 * sum(a.moe_layers) / p.pipeline * tokens / p.tensor * p.expert_tensor * work.imbalance
     group, once = p.expert * p.expert_tensor, work.recipe.learner.token_dispatcher == "flex"
     return (
-        tensor / _link(work, p.tensor)
-        + context_bytes / _link(work, p.tensor * p.context)
+        tensor / work.link(p.tensor)
+        + context_bytes / work.link(p.tensor * p.context)
         + rows * row * _seconds_of_a_byte(work, group, a.experts_per_token, once)
     )
 
@@ -231,14 +231,9 @@ def _optimizer(work: Workload) -> float:
     expert_dp = max(1, work.ranks // (p.expert * p.expert_tensor * p.pipeline))
     for number, replicas in ((stage.dense, work.data_parallel * p.context), (stage.expert, expert_dp)):
         moved = number * (GRADIENT_BYTES + BYTES[work.recipe.learner.dtype]) * (replicas - 1) / replicas
-        seconds += moved / _link(work, work.ranks if replicas > 1 else 1)
+        seconds += moved / work.link(work.ranks if replicas > 1 else 1)
         seconds += number / replicas * hw.ADAM_BYTES / work.gpu.bandwidth
     return seconds
-
-
-def _link(work: Workload, group: int) -> float:
-    """Return the bytes per second of a collective among ``group`` ranks, neighbours first."""
-    return hw.LINK * (work.gpu.nvlink if group <= work.nvlink_gpus else work.gpu.network)
 
 
 # -- handing over
@@ -264,7 +259,7 @@ def weights_seconds(work: Workload) -> tuple[float, float]:
     """
     a = work.architecture
     model_bytes = total_parameters(a) * BYTES[work.recipe.rollout.dtype]
-    gathered = model_bytes / _link(work, work.ranks) if work.ranks > 1 else 0.0
+    gathered = model_bytes / work.link(work.ranks) if work.ranks > 1 else 0.0
     matrices = num_expert_matrices(a)
     handling = (num_tensors(a) - matrices) * hw.TENSOR_OVERHEAD_S + matrices * hw.EXPERT_OVERHEAD_S
     return gathered, handling

@@ -20,6 +20,7 @@ from megatron_rl.config.model_rules import layout_problems, rollout_problems
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.plan.hardware import (
     EXPERT_WAIT,
+    LINK,
     PROMPT_SHARE,
     REFILL_ROUNDS,
     RESPONSE_SHARE,
@@ -142,6 +143,10 @@ class Workload:
     def nvlink_gpus(self) -> int:
         """Number of GPUs that exchange over NVLink."""
         return max(self.gpus_per_node, self.gpu.nvlink_gpus)
+
+    def link(self, group: int) -> float:
+        """Return the bytes per second of a collective among ``group`` ranks, neighbours first."""
+        return LINK * (self.gpu.nvlink if group <= self.nvlink_gpus else self.gpu.network)
 
     @property
     def parallel(self) -> ParallelConfig:
