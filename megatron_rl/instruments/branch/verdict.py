@@ -17,7 +17,6 @@ from megatron_rl.instruments.lab.archive import first_difference
 from megatron_rl.instruments.lab.jobs import FINISHED, run_name, state_of
 from megatron_rl.instruments.lab.results import (
     LEAST_SEEDS,
-    RARE,
     Effect,
     Values,
     Verdict,
@@ -25,7 +24,7 @@ from megatron_rl.instruments.lab.results import (
     interval_half_width,
     paired_effect,
     read_results,
-    unseen_share,
+    unseen_told,
 )
 from megatron_rl.monitor import RunDirectory, read_metrics
 
@@ -147,7 +146,8 @@ def _arm_as_json(branch: Branch, judged: Judged) -> dict[str, Any]:
 
 
 def _effect_as_json(effect: Effect) -> dict[str, float | None]:
-    numbers = {"effect": effect.mean, "lower": effect.alike_lower, "upper": effect.alike_upper}
+    ends = ("lower", "upper", "alike_lower", "alike_upper")
+    numbers = {"effect": effect.mean} | {end: getattr(effect, end) for end in ends}
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
@@ -399,11 +399,7 @@ def _chances(judgement: Judgement) -> list[str]:
     looks = judgement.looks
     ordinal = "first look at these arms" if looks == 1 else f"look number {looks} at these arms"
     lines = [f"p: Holm's, times {price_of_look(looks)} for the {ordinal}; more seeds are another look."]
-    if judgement.control and (unseen := unseen_share(len(judgement.control))) >= RARE:
-        lines.append(
-            f"Intervals take an arm's seeds for alike: a collapse of up to {unseen:.0%} of them may be unseen, and how "
-            "much such an arm differs cannot be told."
-        )
+    lines += unseen_told(len(judgement.control)) if judgement.control else []
     without = []
     for judged in judgement.arms:
         both = [{s: v for s, v in values.items() if s} for values in (judged.values, judgement.control)]

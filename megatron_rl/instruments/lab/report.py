@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from megatron_rl.instruments.lab.jobs import LoadedStudy
-from megatron_rl.instruments.lab.results import Effect, Results, read_results
+from megatron_rl.instruments.lab.results import Effect, Results, read_results, unseen_told
 from megatron_rl.instruments.lab.study import DEFAULT_METRICS, Study
 from megatron_rl.monitor.plots import PANELS, Curves, Panel, draw_panel, group_handles, legend_below
 
@@ -198,3 +198,4 @@ def _caveat(results: Results) -> Iterator[str]:
         f"Among {number} primaries and trends{where}, one or more false findings have a probability of at most "
         f"{study.level:g} (Holm). `megatron-rl lab power` says what effect such a study can see."
     )
+    yield from unseen_told(min(decision.effect.num_seeds for decision in decisions if decision.effect))

@@ -156,6 +156,15 @@ def unseen_share(num_seeds: int) -> float:
     return 1.0 - 0.05 ** (1 / num_seeds)
 
 
+def unseen_told(num_seeds: int) -> list[str]:
+    """Return the line that stands below every table of intervals: what they do not hold for; none from 29 seeds on."""
+    share = unseen_share(num_seeds)
+    text = (
+        f"Intervals take an arm's seeds for alike: a collapse of up to {share:.0%} of them may be unseen, and how much "
+    )
+    return [f"{text}such an arm differs cannot be told."] if share >= RARE else []
+
+
 def interval_half_width(num_seeds: int) -> float:
     """Return the half width of the 95% interval in standard deviations of the differences: t / √n, 2.48 for 3 seeds."""
     return float(stats.t.ppf(0.975, num_seeds - 1)) / math.sqrt(num_seeds) if num_seeds > 1 else math.inf

@@ -21,7 +21,7 @@ from megatron_rl.instruments.branch.verdict import (
     price_of_look,
     seeds_to_decide,
 )
-from megatron_rl.instruments.lab.results import paired_effect
+from megatron_rl.instruments.lab.results import paired_effect, unseen_told
 from megatron_rl.monitor.run_directory import JsonlSink
 from tests.support.rounding import rounded
 from tests.support.sick_run import PLANTED, finish, make_run, rows
@@ -56,6 +56,9 @@ def test_the_arm_that_brings_the_reward_back_is_named_and_the_others_are_not(sic
     told = json.loads(json.dumps(judgement.as_json()))
     assert told["arms"][0]["keys"] == {"learner.optimizer.lr": [0.003, 0.001]}
     assert told["control"]["repeated_steps"] == 20
+    assert unseen_told(4)[0] in text
+    ends = ("lower", "upper", "alike_lower", "alike_upper")
+    assert [told["arms"][0][end] for end in ends] == [None, None, cure.effect.alike_lower, cure.effect.alike_upper]
 
 
 def test_two_seeds_that_disagree_decide_nothing(sick, tmp_path):

@@ -14,7 +14,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.instruments.lab import load_study
 from megatron_rl.instruments.lab.jobs import outcome_of
 from megatron_rl.instruments.lab.report import MOST_COLUMNS, WIDTH, draw_study, write_report
-from megatron_rl.instruments.lab.results import paired_effect, read_results
+from megatron_rl.instruments.lab.results import paired_effect, read_results, unseen_told
 from megatron_rl.instruments.lab.runner import register
 from megatron_rl.instruments.lab.study import Outcome
 from megatron_rl.monitor.run_directory import encode_line
@@ -213,6 +213,7 @@ def test_the_report_says_what_was_fixed_and_when(runs, tmp_path):
         text = write_report(study, root)[1].read_text()
         assert f"Fixed before the runs: study {fixed.sha256[:12]}" in text
         assert "changed after the runs began" not in text
+        assert unseen_told(2) == [text.splitlines()[-1]]  # the arm with the fewest seeds
         other = study.path.with_name("other.yaml")
         other.write_text(study.path.read_text().replace("margin: 0.05", "margin: 0.5"))
         text = write_report(load_study(other), root)[1].read_text()

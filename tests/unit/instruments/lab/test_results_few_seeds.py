@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.instruments.branch.verdict import price_of_look
-from megatron_rl.instruments.lab.results import holm, paired_effect
+from megatron_rl.instruments.lab.results import holm, paired_effect, unseen_told
 
 LOOKS, ARMS, SEEDS = (3, 5, 8, 12), 3, (3, 4, 5, 7, 10, 28, 29)
 SHAPES = {  # outcomes of an arm's seeds, and their mean
@@ -55,6 +55,7 @@ def test_few_seeds_find_nothing_false_and_their_intervals_hold(shape):
     assert false_findings(shape, LOOKS, 100, random) <= 0.1
     held, told = coverage(shape, 29, 200, random)
     assert (held >= 0.89, told) == (True, 1.0)
+    assert [len(unseen_told(seeds)) for seeds in (2, 28, 29)] == [1, 1, 0]
 
 
 if __name__ == "__main__":
