@@ -329,7 +329,8 @@ def plan_branch(
     loss = loss_of(records, begin, steps, outcome)
     is_change = [e.kind == "recipe" and e.weight != "none" and e.step == finding.changed_at for e in finding.history]
     changed = undoing([event for event, decides in zip(finding.history, is_change, strict=True) if decides])
-    suspects = [suspect.name for suspect in finding.suspects if not (changed and suspect.name.startswith(CHANGE))]
+    suspected = [s for s in finding.suspects if not (changed and s.name.startswith(CHANGE))]
+    suspects = [name for suspect in suspected for name in suspect.causes or (suspect.name,)]
     names = None if wanted is None else [name for name in wanted if name not in {arm.name for arm in changed}]
     chosen, left_out = arms_of(recipe, suspects, names)
     chosen = [*(arm for arm in changed if wanted is None or arm.name in wanted), *chosen, *own]

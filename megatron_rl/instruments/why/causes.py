@@ -3,35 +3,37 @@
 A cause is suspected for one of two reasons. Its own measure departed from the run's healthy stretch (`departures`), at
 or before the sign and among the first that did. Or its number is above a constant that is known to be safe, in a run
 of which nothing was changed: the constants are from tiny models, and a number that was as high while the run was well
-speaks against its cause. Two causes with the same measure are told together, with the test that tells them apart.
+speaks against its cause.
+
+One rule ranks them. A departure that another one comes before (`Case.upstream`) is an effect, and stands last. Causes
+whose departures are of one stage of a step are one line: metrics do not tell them apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from megatron_rl.config.monitor import level_rules, mismatch_has_updates
 from megatron_rl.instruments.why.changed import ABSENT, value_at
-from megatron_rl.instruments.why.departures import AFTER, FAILURES, WATCHED, Change, Records
+from megatron_rl.instruments.why.departures import AFTER, FAILURES, JUMP, WATCHED, Change, Records
 from megatron_rl.monitor.alarms import HELD_OUT, REWARD, learned_by_heart
 
 Recipe = Mapping[str, Any]
 FIRST = 10  # records that say what a run was like at its start
-JUMP = 2.0  # margin of a departure that no small update makes
 UP, DOWN = True, False
 DIRECTIONS = {metric: watched.direction >= 0 for metric, watched in WATCHED.items()}
 HIGHEST = 0.9  # rates above this share of the highest one count as the highest
 STRONGEST = 10.0  # a departure counts no more than this many times the least one
 OPEN = 1.6  # weight of a cause that is seen only by what is not
 UPDATE, KL, RHO = "noise/relative_update", "actor/ppo_kl", "mismatch/rho_std"
-GRADIENT = "actor/grad_norm"
-POLICY = (REWARD, HELD_OUT, "actor/entropy", "response_length/mean")  # what a first policy does
+GRADIENT, ENTROPY = "actor/grad_norm", "actor/entropy"
 LENGTH, CUT = "response_length/mean", "response_length/clip_ratio"
+POLICY = (REWARD, HELD_OUT, ENTROPY, LENGTH)  # what a first policy does
 
 # Constants of tiny models, for a run that was never well: above all of the healthy runs, rounded up.
 SAFE_UPDATE = 2e-3  # change of the weights in one update, relative to them
@@ -53,7 +55,9 @@ SAFE_TEMPERATURE = 1.25  # and its inverse
 @dataclass(frozen=True)
 class Suspect:
     """One possible cause. ``keys``: of the recipe; ``test``: overrides that undo it; ``apart``: what tells it from its
-    neighbours. ``excess``: how far its number is above what counts, weighed; no probability.
+    neighbours. ``excess``: how far its number is above what counts, weighed; no probability. ``own``: the departure it
+    is suspected for, None for a constant; ``is_effect``: another one came before it. ``causes``: rows of the table, of
+    which ``name`` is made where metrics do not tell them apart.
     """
 
     name: str
@@ -64,6 +68,9 @@ class Suspect:
     contradicts: tuple[str, ...] = ()
     test: tuple[str, ...] = ()
     apart: str = ""
+    own: Change | None = None
+    is_effect: bool = False
+    causes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ class Seen:
     contradicts: tuple[str, ...] = ()
     test: tuple[str, ...] = ()
     always: bool = False  # not a constant of the run: something happened at a step
+    own: Change | None = None  # what happened
 
 
 @dataclass
@@ -116,15 +124,34 @@ class Case:
         value = value_at(self.recipe, path)
         return default if value in (None, ABSENT) else value
 
-    def departed(self, metric: str, up: bool) -> Change | None:
-        """The departure of ``metric`` in this direction, if it is up to the sign and among the first of all."""
+    def departed(self, metric: str, up: bool | None = None) -> Change | None:
+        """The departure of ``metric`` (in this direction), if it is up to the sign and among the first of all."""
         if self.sign is None:
             return None
         onset = min((change.step for change in self.changes if change.step <= self.sign), default=self.sign)
         steps = sorted({int(record["step"]) for record in self.records})
         last = min(self.sign, next((s for s in steps[steps.index(onset) + AFTER :]), self.sign))
-        fits = (c for c in self.changes if c.metric == metric and (c.after > c.before) == up and c.step <= last)
-        return next(fits, None)
+        ways = (up,) if up is not None else (UP, DOWN)
+        fits = (c for c in self.changes if c.metric == metric and (c.after > c.before) in ways)
+        return next((c for c in fits if c.step <= (self.sign if c.is_foreign else last)), None)
+
+    def upstream(self, own: Change) -> Change | None:
+        """The departure that comes before ``own``: earlier by more than `AFTER` records or by a jump, else in a step.
+
+        What goes by and by comes before nothing that departs together with it.
+        """
+        steps = sorted({int(record["step"]) for record in self.records})
+
+        def is_earlier(one: Change, other: Change) -> bool:
+            between = sum(one.step <= step < other.step for step in steps)
+            return between > AFTER or (between > 0 and one.margin >= JUMP and one.at_once)
+
+        def comes_before(change: Change) -> bool:
+            if change.metric == own.metric or is_earlier(own, change) or (own.is_foreign and not change.is_foreign):
+                return False
+            return is_earlier(change, own) or (change.stage < own.stage and change.at_once)
+
+        return next(filter(comes_before, self.changes), None)
 
 
 def _optimizer(case: Case) -> Seen | None:
@@ -228,12 +255,14 @@ def _reward(case: Case) -> Seen | None:
     most = max(moved.values())  # NaN where it was not measured
     said = ", ".join(f"{name} by {share:.0%}" for name, share in moved.items() if math.isfinite(share))
     supports = (f"the policy is the same there: {said} from one step to the next",) if most < 0.1 else ()
-    against = (f"the policy moves there, too: {said}",) if most >= 0.25 else ()
+    against: tuple[str, ...] = ()
     if max((case.at_the_highest_rate(UPDATE) or 0) / SAFE_UPDATE, (case.at_the_highest_rate(KL) or 0) / SAFE_KL) > 1:
-        against += ("updates are large: these may lose it as fast",)
+        against = ("updates are large: these may lose it as fast",)
     weight = (2.0 if supports else 1.0) * 0.25 ** len(against) * (1.0 if fall > 0.5 else 0.5)
-    text = f"{fall:.0%} of the reward is lost at step {rows[at]['step']}, from one step to the next"
-    return Seen(fall / SAFE_FALL * weight, text, supports, against, always=True)
+    step = int(rows[at]["step"])
+    own = Change(REWARD, step, *(median(float(r[REWARD]) for r in part) for part in (rows[at - 3 : at], rows[at:])))
+    text = f"{fall:.0%} of the reward is lost at step {step}, from one step to the next"
+    return Seen(fall / SAFE_FALL * weight, text, supports, against, always=True, own=own)
 
 
 def _moved(rows: Records, at: int, metric: str) -> float:
@@ -262,7 +291,8 @@ def _data(case: Case) -> Seen | None:
     """Training answers that are harder to meet than the held-out ones, by the same policy, or that teach other ones."""
     if (step := learned_by_heart(case.until_sign)) is not None:
         told = f"at step {step} the held-out reward is falling while the training reward is at its best"
-        return Seen(2.0, f"{told}: the training set is learned by heart, or has other answers", always=True)
+        text = f"{told}: the training set is learned by heart, or has other answers"
+        return Seen(2.0, text, always=True, own=Change(HELD_OUT, step, 1.0, 0.0))
     held_out = case.values("val/reward/mean")[:1]
     trained = (case.values("critic/score/mean") or case.values(REWARD))[:3]
     if not held_out or not trained or min(*held_out, *trained) < 0:  # two scales: a ratio means nothing
@@ -273,25 +303,19 @@ def _data(case: Case) -> Seen | None:
 
 
 def _objective(case: Case) -> Seen | None:
-    """A reward that goes down by and by, or gradients or updates that grow, before another cause's measure departs."""
-    measures = ((REWARD, DOWN, 1), (HELD_OUT, DOWN, 1), (GRADIENT, UP, JUMP), (UPDATE, UP, JUMP))
-    moved = [(case.departed(metric, up), least) for metric, up, least in measures]
-    moved = [change for change, least in moved if change is not None and change.margin >= least]
-    first = min(moved, key=lambda change: change.step, default=None)
-    if first is None or case.changed:
+    """A policy or reward that goes elsewhere by and by, or an update that is another."""
+    moved = [case.departed(REWARD, DOWN), case.departed(HELD_OUT, DOWN), case.departed(ENTROPY)]
+    moved += [case.departed(metric, UP) for metric in (GRADIENT, UPDATE, KL)]
+    falls = (seen := _reward(case)) is not None and seen.excess > 1
+    at_once = {REWARD: falls, ENTROPY: moved[2] is not None and moved[2].at_once}
+    own = [change for change in moved if change is not None and not at_once.get(change.metric)]
+    first = min(own, key=lambda change: change.step, default=None)
+    is_large = (case.at_the_highest_rate(UPDATE) or 0.0) > SAFE_UPDATE
+    if first is None or case.changed or (is_large and first.metric != UPDATE) or case.upstream(first):
         return None
-    is_large = (case.at_the_highest_rate(UPDATE) or 0.0) > SAFE_UPDATE and first.metric != UPDATE
-    before = any(change.step <= first.step for change in case.changes if change.metric in CAUSAL - {UPDATE, KL})
-    if is_large or before or ((at_once := _reward(case)) and at_once.excess > 1):
-        return None
-    text = (
-        f"{first.metric} goes from {two(first.before)} to {two(first.after)} at step {first.step}, before any measure "
-    )
-    text += (
-        "of another cause: updates push elsewhere, or are larger at the same rate (loss, advantages, their signs or "
-    )
-    text += "order, optimizer, answers, a judge that drifts)"
-    return Seen(OPEN, text, always=True)
+    text = f"{first.metric} goes from {two(first.before)} to {two(first.after)} at step {first.step}: updates push "
+    text += "elsewhere or are larger at the same rate (loss, advantages, optimizer, answers, a judge that drifts)"
+    return Seen(OPEN, text, always=True, own=first)
 
 
 def _length(case: Case) -> Seen | None:
@@ -312,7 +336,8 @@ def _length(case: Case) -> Seen | None:
     else:
         text = f"responses do not end by themselves; {shares}: a shorter limit, or an end token that is lost"
         test = ("rollout.max_response_length=…", "rollout.stop_token_ids=null")
-    return Seen(excess, text, test=test, always=True)
+    own = next((change for change in case.changes if change.metric in (CUT, LENGTH)), None)
+    return Seen(excess, text, test=test, always=True, own=own)
 
 
 def _highest(values: Sequence[float]) -> float:
@@ -339,12 +364,16 @@ def _jump(case: Case) -> Seen | None:
             f"{first[0].metric} is {two(first[0].after)} in the first step, and {two(first[0].before)} in the other run"
         )
         return Seen(JUMP * JUMP, f"{text}, before anything was learned: weights, prompts or judge", always=True)
-    change = case.departed("actor/entropy", UP) or case.departed("actor/entropy", DOWN)
-    if change is None or change.margin < JUMP or (case.first(UPDATE) or 0.0) > SAFE_UPDATE or case.changed:
+    change = case.departed(ENTROPY) or (None if case.departed(CUT) else case.departed(LENGTH))
+    fell = _reward(case)
+    if change is None and fell and fell.excess > 1 and not (fell.supports or case.upstream(fell.own)):
+        change = fell.own  # the policy is not quite the same
+    is_large = (case.first(UPDATE) or 0.0) > SAFE_UPDATE
+    if change is None or not change.at_once or is_large or case.changed:
         return None
-    text = f"the policy is another at step {change.step}: actor/entropy goes from {two(change.before)} to "
+    text = f"the policy may be another at step {change.step}: {change.metric} goes from {two(change.before)} to "
     text += f"{two(change.after)}, with updates as before: weights that were loaded, restored or damaged, or prompts"
-    return Seen(change.margin, text, always=True)
+    return Seen(max(change.margin, OPEN), text, always=True, own=change)
 
 
 PARITY = (
@@ -426,8 +455,8 @@ CAUSES = (
         ("reward.name=…",),
         FAILURES,
         "its function or judge fails",
-        apart="a judge that fails lowers `val/reward/mean` at the next validation, too; wrong answers in the data "
-        "alone do not. `megatron-rl run samples RUN` shows responses with what they earned",
+        apart="a judge that fails lowers `val/reward/mean` at the next validation, too; wrong answers or prompts "
+        "of training alone do not. `megatron-rl run samples RUN` shows responses with what they earned",
         hides="mismatch",
     ),
     Cause(
@@ -466,13 +495,38 @@ CAUSES = (
 )
 
 
-CAUSAL = {metric for cause in CAUSES for metric in cause.measures} | {"actor/entropy", LENGTH, CUT}
-
-
 def suspects(case: Case) -> list[Suspect]:
-    """The causes that the run suspects, the furthest first."""
+    """The causes that the run suspects, the likeliest first: see the head of this file for the rule."""
     found = [suspect for cause in CAUSES if (suspect := _suspect(cause, case)) is not None]
-    return sorted(found, key=lambda suspect: -suspect.excess)
+    lines: dict[object, Suspect] = {}
+    for suspect in sorted(found, key=lambda suspect: -suspect.excess):
+        before = case.upstream(suspect.own) if suspect.own else None
+        if before is not None:
+            text = f"{before.metric} departed at step {before.step}, which comes before {suspect.own.metric}"
+            suspect = replace(suspect, is_effect=True, contradicts=(*suspect.contradicts, text))
+        line = suspect.own.stage if suspect.own and before is None else suspect.name
+        lines[line] = _together(lines[line], suspect) if line in lines else suspect
+    return by_rank(lines.values())
+
+
+def by_rank(suspects: Iterable[Suspect]) -> list[Suspect]:
+    """The likeliest first, effects last."""
+    return sorted(suspects, key=lambda suspect: (suspect.is_effect, -suspect.excess))
+
+
+def _together(one: Suspect, other: Suspect) -> Suspect:
+    """Two causes that metrics do not tell apart as one line; the test is that of the first."""
+    causes = (*one.causes, *other.causes)
+    return replace(
+        one,
+        causes=causes,
+        name=" or ".join(dict.fromkeys(" or ".join(causes).split(" or "))),
+        keys=(*one.keys, *other.keys),
+        observation=f"{one.observation}; {other.observation}",
+        supports=(*one.supports, *other.supports, "both departed together: metrics do not tell them apart"),
+        contradicts=(*one.contradicts, *other.contradicts),
+        apart="; ".join(filter(None, (one.apart, other.apart))),
+    )
 
 
 def _suspect(cause: Cause, case: Case) -> Suspect | None:
@@ -491,18 +545,19 @@ def _suspect(cause: Cause, case: Case) -> Suspect | None:
         supports = tuple(f"{c.metric}: {two(c.before)} → {two(c.after)} at step {c.step}" for c in moved if c != first)
         excess = max(min(first.margin, STRONGEST), seen.excess if seen else 0.0)
         supports += seen.supports if seen else ()
-        return Suspect(
-            cause.name, keys, text, excess, supports, (), test, cause.apart.replace("{step}", str(first.step))
-        )
+        apart = cause.apart.replace("{step}", str(first.step))
+        own = min(moved, key=lambda change: change.stage)
+        return Suspect(cause.name, keys, text, excess, supports, (), test, apart, own, causes=(cause.name,))
     if seen is None:
         return None
-    name, supports = cause.name, seen.supports if seen.always else (*seen.supports, "by a constant of tiny models")
+    causes, supports = (cause.name,), seen.supports if seen.always else (*seen.supports, "by a constant of tiny models")
     for other in CAUSES:
         if other.name == cause.hides and not any(map(case.values, other.measures)):
-            name, keys = f"{name} or {other.name}", (*keys, *other.keys.split())
+            causes, keys = (cause.name, other.name), (*keys, *other.keys.split())
             supports += (f"{' and '.join(other.measures)} is not measured, and {other.told} would look the same",)
-    apart = cause.apart.replace("{step}", str(case.sign))
-    return Suspect(name, keys, seen.text, seen.excess, supports, seen.contradicts, seen.test or test, apart)
+    apart, name = cause.apart.replace("{step}", str(case.sign)), " or ".join(causes)
+    told = (seen.text, seen.excess, supports, seen.contradicts, seen.test or test, apart, seen.own)
+    return Suspect(name, keys, *told, causes=causes)
 
 
 def two(value: float) -> str:

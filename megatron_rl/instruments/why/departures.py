@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
 from statistics import median
 from typing import Literal
@@ -21,6 +21,8 @@ AFTER = 3  # and from it on; two where the log ends
 BASELINE = 12  # newest records before a departure that it is held against
 SLOW = 6  # records before a departure that are left out where a metric moves slowly
 OUTSIDE = 1.5  # times the distance from the trend that the records before had
+JUMP = 2.0  # margin of a departure that no small update makes
+FOREIGN = 1  # last stage of a step that is not the policy's
 TOGETHER = 6  # records for which a metric differs from that of another run
 
 
@@ -28,7 +30,7 @@ TOGETHER = 6  # records for which a metric differs from that of another run
 class Change:
     """A metric's level is another from ``step`` on. ``before``, ``after``: medians on both sides.
 
-    ``margin``: how far it went, over the distance from which it counts.
+    ``margin``: how far it went, over the distance from which it counts. ``at_once``: half of the way in one record.
     """
 
     metric: str
@@ -36,6 +38,16 @@ class Change:
     before: float
     after: float
     margin: float = 1.0
+    at_once: bool = True
+
+    @property
+    def stage(self) -> int:
+        return WATCHED[self.metric].stage
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether no policy makes it: what is set, or engine and learner, by a jump."""
+        return self.stage <= FOREIGN and self.margin >= JUMP
 
 
 @dataclass(frozen=True)
@@ -43,37 +55,41 @@ class Watched:
     """How a metric tells of trouble. ``direction``: 1 up, -1 down, 0 either way.
 
     ``least``: the smallest departure: a factor (scale "factor"), a difference ("share"), or a part of the largest
-    value ("level"). ``drifts``: learning moves it.
+    value ("level"). ``drifts``: learning moves it. ``stage``: its place in a step; what comes earlier in it moves what
+    comes later.
     """
 
     direction: int
     scale: Literal["factor", "share", "level"] = "factor"
     least: float = 1.5
     drifts: bool = False
+    stage: int = 0
 
 
 FAILURES = ("reward/errors", "reward/timeouts", "reward/unscored_frac")
 
-# The order is that of causes before effects: it decides nothing, and ties are told as ties.
-WATCHED = {
-    "actor/lr": Watched(0, drifts=True),
-    "rollout/staleness_mean": Watched(1, "level", 0.5),
-    "mismatch/rho_std": Watched(1, least=4.0),
-    "router/agree_frac": Watched(-1, "share", 0.05),
-    **dict.fromkeys(FAILURES, Watched(1, "level", 0.25)),
-    "critic/rewards/mean": Watched(-1, "level", 0.25),
-    "val/reward/mean": Watched(-1, "level", 0.25),
-    "groups/no_signal_frac": Watched(1, "share", 0.3, drifts=True),
-    "actor/ppo_kl": Watched(1, least=2.0),
-    "actor/pg_clipfrac": Watched(1, "share", 0.1),
-    "actor/grad_norm": Watched(0, least=2.0, drifts=True),
-    "actor/entropy": Watched(0, drifts=True),
-    "noise/relative_update": Watched(1),
-    "actor/update_skipped": Watched(1, "share", 0.2),
-    "response_length/mean": Watched(0, drifts=True),
-    "response_length/clip_ratio": Watched(1, "share", 0.1),
-    "response/repetition_frac": Watched(1, "share", 0.1),
-}
+# The stages of a step, each with what is measured of it.
+STAGES: tuple[dict[str, Watched], ...] = (
+    {"actor/lr": Watched(0, drifts=True), "rollout/staleness_mean": Watched(1, "level", 0.5)},  # set from outside
+    {"mismatch/rho_std": Watched(1, least=4.0), "router/agree_frac": Watched(-1, "share", 0.05)},  # engine, learner
+    {  # what the policy makes of the prompts
+        "actor/entropy": Watched(0, drifts=True),
+        "response_length/mean": Watched(0, drifts=True),
+        "response_length/clip_ratio": Watched(1, "share", 0.1),
+        "response/repetition_frac": Watched(1, "share", 0.1),
+    },
+    dict.fromkeys(FAILURES, Watched(1, "level", 0.25)),
+    dict.fromkeys(("critic/rewards/mean", "val/reward/mean"), Watched(-1, "level", 0.25)),
+    {"groups/no_signal_frac": Watched(1, "share", 0.3, drifts=True)},
+    {  # the update
+        "actor/ppo_kl": Watched(1, least=2.0),
+        "actor/pg_clipfrac": Watched(1, "share", 0.1),
+        "actor/grad_norm": Watched(0, least=2.0, drifts=True),
+        "noise/relative_update": Watched(1),
+        "actor/update_skipped": Watched(1, "share", 0.2),
+    },
+)
+WATCHED = {name: replace(watched, stage=n) for n, stage in enumerate(STAGES) for name, watched in stage.items()}
 
 
 def trend(values: Sequence[float]) -> float:
@@ -99,7 +115,8 @@ def departure(
             margin = _margin([*y[: at - SLOW], *y[at:]], at - SLOW, least, watched)
         if margin:
             before, after = median(x[max(0, at - BASELINE) : at]), median(x[at : at + 2 * AFTER])
-            return Change(metric, int(steps[at]), before, after, margin)
+            start, end = (median(part) for part in (y[max(0, at - BASELINE) : at], y[at : at + 2 * AFTER]))
+            return Change(metric, int(steps[at]), before, after, margin, abs(y[at] - start) >= abs(end - start) / 2)
     return None
 
 
@@ -157,9 +174,11 @@ def differences(records: Records, good: Records) -> tuple[Change, ...]:
         least = max(least * (1 + watched.drifts), 2 * median(abs(b - a) for a, b in pairwise(others)))
         signs = (watched.direction,) if watched.direction else (1, -1)
         for at, sign in product(range(len(both) - num + 1), signs if least else ()):
-            apart = [sign * (a - b) for a, b in zip(ours[at : at + num], others[at : at + num], strict=True)]
-            if min(apart[0], sorted(apart)[num // TOGETHER]) > least / 2 and median(apart) > least:
+            gaps = [sign * (a - b) for a, b in zip(ours[: at + num], others[: at + num], strict=True)]
+            apart, far = gaps[at:], median(gaps[at:])
+            if min(apart[0], sorted(apart)[num // TOGETHER]) > least / 2 and far > least:
                 levels = (median(x[first + at : first + at + num]) for first in (len(both), 0))
-                found.append(Change(metric, int(both[at]["step"]), *levels, median(apart) / least))
+                at_once = apart[0] - median(gaps[max(0, at - AFTER) : at] or [0.0]) >= far / 2
+                found.append(Change(metric, int(both[at]["step"]), *levels, far / least, at_once))
                 break
     return tuple(sorted(found, key=lambda change: change.step))

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from megatron_rl.config.monitor import RISKS
-from megatron_rl.instruments.why.causes import Case, Suspect, suspects, two
+from megatron_rl.instruments.why.causes import Case, Suspect, by_rank, suspects, two
 from megatron_rl.instruments.why.changed import Event
 from megatron_rl.instruments.why.departures import AFTER, BEFORE, WATCHED, Change, Records, departures, differences
 from megatron_rl.monitor.alarms import (
@@ -146,7 +146,7 @@ def _ranked(made: list[Suspect], others: list[Suspect], is_strong: bool) -> tupl
     """What somebody changed in what is learned comes first, unless a departure was there before."""
     first = [suspect for suspect in made if is_strong and not suspect.contradicts]
     rest = [suspect for suspect in (*made, *others) if suspect not in first]
-    return (*first, *sorted(rest, key=lambda suspect: -suspect.excess))
+    return (*first, *by_rank(rest))
 
 
 def _num_steps(records: Sequence[Mapping[str, float]]) -> int:
@@ -232,11 +232,8 @@ def page(finding: Finding, run: Path | None, from_start: bool = False) -> str:
     if finding.is_healthy:
         return "\n".join(_well(finding))
     lines = [f"{finding.run}: {finding.steps} steps", *_changed(finding), "", "Suspects, the likeliest first:"]
-    best = finding.suspects[0].excess if finding.suspects else 0.0
     for rank, suspect in enumerate(finding.suspects, start=1):
         lines += _told(rank, suspect, run)
-        if rank > 1 and suspect.excess == best:
-            lines.append("       as likely as the first: the page cannot tell them apart")
     if not finding.suspects:
         lines.append(f"  no suspect fits; the earliest departure is {_earliest(finding)}")
     if finding.unmeasured:

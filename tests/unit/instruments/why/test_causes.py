@@ -20,6 +20,42 @@ def test_a_measure_counts_among_the_first_departures_up_to_the_sign(step, is_sus
     assert ("mismatch" in [suspect.name for suspect in found]) == is_suspect
 
 
+ENTROPY, RHO = Change("actor/entropy", 20, 0.3, 0.9, 3.0), Change("mismatch/rho_std", 20, 1e-6, 0.2)
+SLOW, LATE = Change("actor/entropy", 20, 0.3, 0.9, 3.0, False), Change("actor/entropy", 21, 0.3, 0.9)
+SIGNAL, GRADIENT = Change("groups/no_signal_frac", 20, 0.1, 0.9, 3.0), Change("actor/grad_norm", 14, 0.3, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "first", "effects"),
+    [
+        ((ENTROPY, SIGNAL), "other weights or prompts", 1),  # together: what comes first in a step
+        ((SIGNAL, LATE), "no signal", 1),  # earlier by a jump
+        ((SLOW, SIGNAL), "no signal", 0),  # by and by
+        ((GRADIENT, Change("mismatch/rho_std", 25, 1e-6, 0.2, 8.0)), "mismatch", 0),  # no policy makes it
+        ((GRADIENT, Change("response_length/clip_ratio", 23, 0.0, 0.3)), "objective or reward", 1),  # by three records
+        ((RHO, Change("router/agree_frac", 22, 1.0, 0.5)), "mismatch or routing", 0),  # a tie
+    ],
+)
+def test_what_departs_after_something_else_is_an_effect(changes, first, effects):
+    cut = {"response_length__clip_ratio": lambda s: 0.5 if s >= 23 and changes[-1].step == 23 else 0.0}
+    found = suspects(Case(records(**cut), {}, 40, changes))
+    assert (found[0].name, found[0].is_effect) == (first, False)
+    after = [suspect for suspect in found if suspect.is_effect]
+    assert len(after) == effects
+    assert all("which comes before" in suspect.contradicts[-1] for suspect in after)
+    if first == "mismatch or routing":
+        assert (found[0].causes, found[0].test) == (("mismatch", "routing"), ("rollout.engine=exact",))
+
+
+def test_a_reward_that_is_lost_at_once_may_be_prompts_where_the_policy_moves():
+    fell = {"critic__rewards__mean": lambda s: 0.6 if s < 20 else 0.2}
+    names = []
+    for entropy in (0.3, 0.4):
+        rows = records(**fell, actor__entropy=lambda s, after=entropy: 0.3 if s < 20 else after)
+        names.append(suspects(Case(rows, {}, 22))[0].name)
+    assert names == ["reward", "reward or other weights or prompts"]
+
+
 def test_two_scales_are_not_divided():
     rows = [row | {"critic/score/mean": -0.5, "val/reward/mean": 0.3} for row in records()]
     assert "data" not in [suspect.name for suspect in suspects(Case(rows, {}, 40))]
