@@ -33,7 +33,7 @@ OPEN = 1.6  # weight of a cause that is seen only by what is not
 UPDATE, KL, RHO = "noise/relative_update", "actor/ppo_kl", "mismatch/rho_std"
 GRADIENT, ENTROPY = "actor/grad_norm", "actor/entropy"
 LENGTH, CUT = "response_length/mean", "response_length/clip_ratio"
-POLICY = (REWARD, HELD_OUT, ENTROPY, LENGTH)  # what a first policy does
+POLICY = (REWARD, HELD_OUT, ENTROPY, LENGTH, CUT)  # what a first policy does
 
 # Constants of tiny models, for a run that was never well: above all of the healthy runs, rounded up.
 SAFE_UPDATE = 2e-3  # change of the weights in one update, relative to them
@@ -111,6 +111,13 @@ class Case:
         """The median of the first records."""
         return median(values) if (values := self.values(metric)[:FIRST]) else None
 
+    @property
+    def first_step(self) -> Change | None:
+        """What a policy does otherwise than that of another run before anything was learned."""
+        start = int(self.records[0]["step"])
+        found = [change for change in self.changes if change.step == start and change.metric in POLICY]
+        return min(found, key=lambda change: change.stage, default=None)
+
     def at_the_highest_rate(self, metric: str) -> float | None:
         """The median of the first records at the highest learning rate up to the sign, or without rates of the first.
 
@@ -138,7 +145,7 @@ class Case:
     def upstream(self, own: Change) -> Change | None:
         """The departure that comes before ``own``: earlier by more than `AFTER` records or by a jump, else in a step.
 
-        What goes by and by comes before nothing that departs together with it.
+        What a policy does by and by comes before nothing that departs together with it.
         """
         steps = sorted({int(record["step"]) for record in self.records})
 
@@ -149,7 +156,8 @@ class Case:
         def comes_before(change: Change) -> bool:
             if change.metric == own.metric or is_earlier(own, change) or (own.is_foreign and not change.is_foreign):
                 return False
-            return is_earlier(change, own) or (change.stage < own.stage and change.at_once)
+            at_once = change.at_once or change.metric in FAILURES
+            return is_earlier(change, own) or (change.stage < own.stage and at_once)
 
         return next(filter(comes_before, self.changes), None)
 
@@ -247,6 +255,8 @@ def _reward(case: Case) -> Seen | None:
     signal = case.values("groups/no_signal_frac")[:3]
     if signal and median(signal) > 0.9:
         return Seen(median(signal) / 0.1, f"from the start all rewards are equal in {median(signal):.0%} of the groups")
+    if not case.changed and (first := case.first_step) and first.metric in (REWARD, HELD_OUT):
+        return Seen(JUMP * JUMP, f"{_in_both(first)}: judge or answers", always=True, own=first)
     rows = [r for r in case.until_sign if math.isfinite(r.get(REWARD, math.nan))]
     fall, at = _largest_fall([float(r[REWARD]) for r in rows])
     if fall <= 0:
@@ -263,6 +273,11 @@ def _reward(case: Case) -> Seen | None:
     own = Change(REWARD, step, *(median(float(r[REWARD]) for r in part) for part in (rows[at - 3 : at], rows[at:])))
     text = f"{fall:.0%} of the reward is lost at step {step}, from one step to the next"
     return Seen(fall / SAFE_FALL * weight, text, supports, against, always=True, own=own)
+
+
+def _in_both(first: Change) -> str:
+    both = f"{first.metric} is {two(first.after)} in the first step, and {two(first.before)} in the other run"
+    return f"{both}, before anything was learned"
 
 
 def _moved(rows: Records, at: int, metric: str) -> float:
@@ -358,12 +373,8 @@ def _routing(case: Case) -> Seen | None:
 
 def _jump(case: Case) -> Seen | None:
     """A policy that is another from one step to the next, though its updates are small, or before any update."""
-    first = [c for c in case.changes if c.step == case.records[0]["step"] and c.metric in POLICY]
-    if first and not case.changed:
-        text = (
-            f"{first[0].metric} is {two(first[0].after)} in the first step, and {two(first[0].before)} in the other run"
-        )
-        return Seen(JUMP * JUMP, f"{text}, before anything was learned: weights, prompts or judge", always=True)
+    if not case.changed and (first := case.first_step):
+        return Seen(JUMP * JUMP, f"{_in_both(first)}: weights or prompts", always=True, own=first)
     change = case.departed(ENTROPY) or (None if case.departed(CUT) else case.departed(LENGTH))
     fell = _reward(case)
     if change is None and fell and fell.excess > 1 and not (fell.supports or case.upstream(fell.own)):

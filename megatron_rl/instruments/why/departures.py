@@ -115,8 +115,9 @@ def departure(
             margin = _margin([*y[: at - SLOW], *y[at:]], at - SLOW, least, watched)
         if margin:
             before, after = median(x[max(0, at - BASELINE) : at]), median(x[at : at + 2 * AFTER])
-            start, end = (median(part) for part in (y[max(0, at - BASELINE) : at], y[at : at + 2 * AFTER]))
-            return Change(metric, int(steps[at]), before, after, margin, abs(y[at] - start) >= abs(end - start) / 2)
+            start, end = median(y[max(0, at - BASELINE) : at]), median(y[at : at + 2 * AFTER])
+            at_once = abs(y[at] - median(y[at - AFTER : at])) >= abs(end - start) / 2
+            return Change(metric, int(steps[at]), before, after, margin, at_once)
     return None
 
 
