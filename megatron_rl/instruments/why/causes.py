@@ -5,8 +5,9 @@ or before the sign and among the first that did. Or its number is above a consta
 of which nothing was changed: the constants are from tiny models, and a number that was as high while the run was well
 speaks against its cause.
 
-One rule ranks them. A departure that another one comes before (`Case.upstream`) is an effect, and stands last. Causes
-whose departures are of one stage of a step are one line: metrics do not tell them apart.
+One rule ranks them. A departure that another one comes before (`Case.upstream`) is an effect, and stands last. So does
+what was there before the policy, its engine or its judge departed at once, but where updates are large. Causes whose
+departures are of one stage of a step are one line: metrics do not tell them apart.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from megatron_rl.config.monitor import level_rules, mismatch_has_updates
 from megatron_rl.instruments.why.changed import ABSENT, value_at
-from megatron_rl.instruments.why.departures import AFTER, FAILURES, JUMP, WATCHED, Change, Records
+from megatron_rl.instruments.why.departures import AFTER, FAILURES, FOREIGN, JUMP, WATCHED, Change, Records
 from megatron_rl.monitor.alarms import HELD_OUT, REWARD, learned_by_heart
 
 Recipe = Mapping[str, Any]
@@ -33,6 +34,7 @@ OPEN = 1.6  # weight of a cause that is seen only by what is not
 UPDATE, KL, RHO = "noise/relative_update", "actor/ppo_kl", "mismatch/rho_std"
 GRADIENT, ENTROPY = "actor/grad_norm", "actor/entropy"
 LENGTH, CUT = "response_length/mean", "response_length/clip_ratio"
+FALLS = WATCHED[REWARD].stage
 POLICY = (REWARD, HELD_OUT, ENTROPY, LENGTH, CUT)  # what a first policy does
 
 # Constants of tiny models, for a run that was never well: above all of the healthy runs, rounded up.
@@ -56,7 +58,7 @@ SAFE_TEMPERATURE = 1.25  # and its inverse
 class Suspect:
     """One possible cause. ``keys``: of the recipe; ``test``: overrides that undo it; ``apart``: what tells it from its
     neighbours. ``excess``: how far its number is above what counts, weighed; no probability. ``own``: the departure it
-    is suspected for, None for a constant; ``is_effect``: another one came before it. ``causes``: rows of the table, of
+    is suspected for, None for a constant; ``is_last``: another one comes before it. ``causes``: rows of the table, of
     which ``name`` is made where metrics do not tell them apart.
     """
 
@@ -69,7 +71,7 @@ class Suspect:
     test: tuple[str, ...] = ()
     apart: str = ""
     own: Change | None = None
-    is_effect: bool = False
+    is_last: bool = False
     causes: tuple[str, ...] = ()
 
 
@@ -125,6 +127,12 @@ class Case:
         """
         highest = max(self.values("actor/lr", self.sign), default=0.0)
         return Case([r for r in self.records if r.get("actor/lr", highest) >= HIGHEST * highest], {}).first(metric)
+
+    @property
+    def updates_are_large(self) -> bool:
+        """Whether updates may move the policy at once."""
+        size, kl = self.at_the_highest_rate(UPDATE) or 0.0, self.at_the_highest_rate(KL) or 0.0
+        return size > SAFE_UPDATE or kl > SAFE_KL
 
     def setting(self, path: str, default: Any = None) -> Any:
         """A key of the recipe."""
@@ -266,7 +274,7 @@ def _reward(case: Case) -> Seen | None:
     said = ", ".join(f"{name} by {share:.0%}" for name, share in moved.items() if math.isfinite(share))
     supports = (f"the policy is the same there: {said} from one step to the next",) if most < 0.1 else ()
     against: tuple[str, ...] = ()
-    if max((case.at_the_highest_rate(UPDATE) or 0) / SAFE_UPDATE, (case.at_the_highest_rate(KL) or 0) / SAFE_KL) > 1:
+    if case.updates_are_large:
         against = ("updates are large: these may lose it as fast",)
     weight = (2.0 if supports else 1.0) * 0.25 ** len(against) * (1.0 if fall > 0.5 else 0.5)
     step = int(rows[at]["step"])
@@ -509,20 +517,29 @@ CAUSES = (
 def suspects(case: Case) -> list[Suspect]:
     """The causes that the run suspects, the likeliest first: see the head of this file for the rule."""
     found = [suspect for cause in CAUSES if (suspect := _suspect(cause, case)) is not None]
+    found = [_placed(suspect, suspect.own and case.upstream(suspect.own)) for suspect in found]
+    firsts = [suspect.own for suspect in found if suspect.own and not suspect.is_last and suspect.own.at_once]
+    may_jump = case.updates_are_large
+    first = next((c for c in firsts if c.is_foreign or (FOREIGN < c.stage < FALLS and not may_jump)), None)
     lines: dict[object, Suspect] = {}
-    for suspect in sorted(found, key=lambda suspect: -suspect.excess):
-        before = case.upstream(suspect.own) if suspect.own else None
-        if before is not None:
-            text = f"{before.metric} departed at step {before.step}, which comes before {suspect.own.metric}"
-            suspect = replace(suspect, is_effect=True, contradicts=(*suspect.contradicts, text))
-        line = suspect.own.stage if suspect.own and before is None else suspect.name
+    for suspect in by_rank(suspect if suspect.own else _placed(suspect, first) for suspect in found):
+        line = suspect.own.stage if suspect.own and not suspect.is_last else suspect.name
         lines[line] = _together(lines[line], suspect) if line in lines else suspect
     return by_rank(lines.values())
 
 
+def _placed(suspect: Suspect, before: Change | None) -> Suspect:
+    """The suspect, and what stands before it."""
+    if before is None:
+        return suspect
+    how = f"which comes before {suspect.own.metric}" if suspect.own else "and this was there before"
+    text = f"{before.metric} departed at step {before.step}, {how}"
+    return replace(suspect, is_last=True, contradicts=(*suspect.contradicts, text))
+
+
 def by_rank(suspects: Iterable[Suspect]) -> list[Suspect]:
-    """The likeliest first, effects last."""
-    return sorted(suspects, key=lambda suspect: (suspect.is_effect, -suspect.excess))
+    """The likeliest first."""
+    return sorted(suspects, key=lambda suspect: (suspect.is_last, -suspect.excess))
 
 
 def _together(one: Suspect, other: Suspect) -> Suspect:

@@ -39,12 +39,22 @@ SIGNAL, GRADIENT = Change("groups/no_signal_frac", 20, 0.1, 0.9, 3.0), Change("a
 def test_what_departs_after_something_else_is_an_effect(changes, first, effects):
     cut = {"response_length__clip_ratio": lambda s: 0.5 if s >= 23 and changes[-1].step == 23 else 0.0}
     found = suspects(Case(records(**cut), {}, 40, changes))
-    assert (found[0].name, found[0].is_effect) == (first, False)
-    after = [suspect for suspect in found if suspect.is_effect]
+    assert (found[0].name, found[0].is_last) == (first, False)
+    after = [suspect for suspect in found if suspect.is_last]
     assert len(after) == effects
     assert all("which comes before" in suspect.contradicts[-1] for suspect in after)
     if first == "mismatch or routing":
         assert (found[0].causes, found[0].test) == (("mismatch", "routing"), ("rollout.engine=exact",))
+
+
+@pytest.mark.parametrize(("size", "first"), [(5e-4, "other weights or prompts"), (1e-2, "learning rate")])
+def test_what_was_there_before_stands_behind_what_departs_at_once(size, first):
+    """But where updates are large: they move a policy at once."""
+    rows = records(mismatch__rho_std=0.1, noise__relative_update=size)
+    found = suspects(Case(rows, {"rollout": {"quantization": {"weights": "int4"}}}, 40, [ENTROPY]))
+    assert found[0].name == first
+    rounding = next(suspect for suspect in found if suspect.name == "rounding")
+    assert rounding.contradicts == ("actor/entropy departed at step 20, and this was there before",) * (size < 1e-3)
 
 
 def test_a_reward_that_is_lost_at_once_may_be_prompts_where_the_policy_moves():

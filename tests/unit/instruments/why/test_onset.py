@@ -124,7 +124,7 @@ def test_a_run_is_held_against_another_one():
     low = {"critic__rewards__mean": 0.05, "groups__no_signal_frac": 0.9}
     assert find("run", records(**low), {}, good=good).suspects[0].name == "reward or other weights or prompts"
     others = find("run", records(**low, actor__entropy=1.5), {}, good=good).suspects
-    assert [(s.name, s.is_effect) for s in others[:2]] == [("other weights or prompts", False), ("no signal", True)]
+    assert [(s.name, s.is_last) for s in others[:2]] == [("other weights or prompts", False), ("no signal", True)]
     keys = [Event(0, "recipe", "learner.optimizer.weight_decay", 0.0, 9.0)]
     assert find("run", bad, {}, keys, good).suspects[0].name == "recipe change"
 
