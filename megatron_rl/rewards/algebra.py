@@ -13,12 +13,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from itertools import chain
+from itertools import chain, product
 
 import mpmath
 
 from megatron_rl.rewards import units
-from megatron_rl.rewards.tree import OPERATIONS, Algebra, Node, exact, number, walk
+from megatron_rl.rewards.tree import OPERATIONS, Algebra, Node, exact, is_unknown, number, walk
 
 _MP = mpmath.mp.clone()
 _MP.prec = 400
@@ -26,7 +26,7 @@ _MAX_MAGNITUDE = 1 << 14  # largest number of bits before the binary point of an
 _AGREE = _MP.mpf(10) ** -60  # relative difference of equal values
 _ZERO = _MP.mpf(10) ** -90
 _SCALES = tuple(Fraction(*size) for size in ((1,), (-1,), (1, 5), (-1, 5), (9,), (60,), (700,), (-9,)))
-_STEPS = frozenset(["floor", "ceil", "sign", "gcd", "lcm"])
+_STEPS = frozenset(["floor", "ceil", "sign", "gcd", "lcm", "sum", "prod"])
 _WHOLE, _HALVES = (1, 2, 3, 6, 4, 5), (0.5, -2, -1.5, 3, 0, 2.5)
 _DRAWS = 90  # points that are drawn at most where an expression has few values
 _ENDS = (Fraction(2, 9), Fraction(3, 7), Fraction(7, 11), Fraction(12, 13))  # where integrands are compared
@@ -49,7 +49,7 @@ class NumericAlgebra(Algebra):
     def same_solutions(self, one: Node, other: Node, inequality: bool = False) -> bool:
         """Return whether two relations, written as differences, have the same solutions.
 
-        Either their ratio is constant, and positive for an ``inequality``; or they give the same value of some name.
+        Either their ratio is constant, and positive for an ``inequality``; or each is zero where the other is.
         """
         names = _names(one)
         if names != _names(other) or not names:
@@ -61,18 +61,7 @@ class NumericAlgebra(Algebra):
                 ratios.append(values[0] / values[1])
         if len(ratios) > _MIN_POINTS and all(abs(r) > _ZERO and _close(r, ratios[0]) for r in ratios):
             return not inequality or ratios[0] > 0
-        for name in [] if inequality else names:
-            seen = 0
-            for point in _points(names):
-                solutions = [_solution(node, point, name) for node in (one, other)]
-                if None in solutions and not seen:
-                    break  # they are not linear in this name
-                if None not in solutions and not _close(*solutions):
-                    return False
-                seen += None not in solutions
-            if seen > _MIN_POINTS:
-                return True
-        return False
+        return not inequality and _solves(one, other, names) and _solves(other, one, names)
 
     def value(self, node: Node) -> Fraction | None:
         exact_value = exact(node)
@@ -130,14 +119,21 @@ def _drawn_points(names: list[str]) -> Iterator[dict[str, Value]]:
         yield point
 
 
-def _solution(node: Node, point: Mapping[str, Value], name: str) -> Value | None:
-    """Return the value of ``name`` where ``node``, which is linear in it, is zero; None if it is not linear."""
-    values = [_values_at(node, node, {**point, name: _MP.mpf(k)}, _MP.e) for k in (1, 2, 3)]
-    if None in values:
-        return None
-    first, second, third = (value for value, _ in values)
-    slope = second - first
-    return None if abs(slope) < _ZERO or not _close(third - second, slope) else 1 - first / slope
+def _solves(one: Node, other: Node, names: list[str]) -> bool:
+    """Whether ``other`` is zero where ``one`` is, at points found by the names in which ``one`` is linear."""
+    solved = 0
+    for name, point in product(names, _points(names)):
+        values = [_values_at(one, other, {**point, name: _MP.mpf(k)}, _MP.e) for k in (1, 2, 3)]
+        if None in values:
+            continue
+        first, second, third = (value for value, _ in values)
+        slope = second - first
+        if abs(slope) > _ZERO and _close(third - second, slope):
+            root = _values_at(one, other, {**point, name: 1 - first / slope}, _MP.e)
+            if root is not None and abs(root[1]) > _AGREE * max(abs(value) for _, value in values):
+                return False
+            solved += root is not None
+    return solved > _MIN_POINTS
 
 
 def _agree(one: Node, other: Node, log_base: Value) -> bool:
@@ -255,7 +251,7 @@ class _Evaluator:
             return _ELEMENTARY[name](*args)
         if name == "log":
             return _MP.log(args[0]) / _MP.log(args[1] if len(args) == 2 else self._log_base)
-        if name[0] in "fghFGH" and name[1:2] in ("", "_", "'"):
+        if is_unknown(node):
             return self._unknown(name, args)
         result = exact(node)
         if result is None:
@@ -305,7 +301,8 @@ _ELEMENTARY: dict[str, Callable[..., Value]] = {
     "sin": _MP.sin, "cos": _MP.cos, "tan": _MP.tan, "cot": _MP.cot, "sec": _MP.sec, "csc": _MP.csc,
     "arcsin": _MP.asin, "arccos": _MP.acos, "arctan": _MP.atan, "arccot": _MP.acot, "arcsec": _MP.asec,
     "arccsc": _MP.acsc, "sinh": _MP.sinh, "cosh": _MP.cosh, "tanh": _MP.tanh, "coth": _MP.coth, "sech": _MP.sech,
-    "csch": _MP.csch, "abs": abs, "floor": _floor, "ceil": lambda value: -_floor(-value), "Re": _MP.re, "Im": _MP.im,
+    "csch": _MP.csch, "arcsinh": _MP.asinh, "arccosh": _MP.acosh, "arctanh": _MP.atanh,
+    "abs": abs, "floor": _floor, "ceil": lambda value: -_floor(-value), "Re": _MP.re, "Im": _MP.im,
     "sign": _MP.sign, "arg": _MP.arg, "cis": _MP.expj, "factorial": _MP.factorial, "binom": _MP.binomial, "max": max,
     "min": min,
 }  # fmt: skip

@@ -12,7 +12,9 @@ from megatron_rl.rewards.units import MAX_DEPTH, UnitCursor
 
 MAX_DIGITS = 2000
 
-_ALIASES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "sgn": "sign"}
+_ALIASES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "sgn": "sign", "tg": "tan", "ctg": "cot",
+            "arctg": "arctan", "arcctg": "arccot", "arsinh": "arcsinh",
+            "arcosh": "arccosh", "artanh": "arctanh"}  # fmt: skip
 _ACCENTS = frozenset(
     words(
         "overline vec hat tilde dot ddot overleftrightarrow overarc widearc wideparen arc triangle angle "
@@ -68,7 +70,9 @@ class AtomParser(UnitCursor):
 
     def _money(self, currency: units.Unit) -> Node:
         """The amount behind a sign of currency: ``\$3``, ``\$3\text{ per hour}``, ``\$3 dollars``."""
-        node = self._power()
+        node = self._factor()
+        while self._take("*"):
+            node = Node("mul", (node, self._factor()))
         while (behind := self._behind(node)) is not None and behind.kind != "quantity":
             node = behind
         if behind is not None and behind.value not in (currency, units.COUNT):
@@ -100,11 +104,13 @@ class AtomParser(UnitCursor):
 
     def _letters(self, token: Token) -> Node:
         run = token.text
+        if run in units.CURRENCIES:
+            return self._money(units.CURRENCIES[run])
         if run in _PLAIN_NAMES and len(run) > 1:
             return self._command(_PLAIN_NAMES[run][1:])
         if run == "sqrt" or run in FUNCTIONS:
             return self._command(run)
-        if len(run) > 1 and (token.roman or len(run) > 5 or run in COMMON_WORDS):
+        if len(run) > 1 and (token.roman or run in COMMON_WORDS):
             raise Unread(f"the word {run} in an expression")
         if len(run) > 1:
             self._position -= 1
@@ -226,7 +232,7 @@ class AtomParser(UnitCursor):
             node = Node("call", args, name)
         else:
             raise Unread(f"{name} with an index")
-        if power is not None and exact(power) == -1 and name in ("sin", "cos", "tan", "cot", "sec", "csc"):
+        if power is not None and exact(power) == -1 and f"arc{name}" in FUNCTIONS:
             return Node("call", args, f"arc{name}")
         return Node("pow", (node, power)) if power is not None else node
 
@@ -297,21 +303,24 @@ class AtomParser(UnitCursor):
         if name == "array" and self._at("{"):
             self._spelled_argument()
         self._join_rows()
-        self._context = ""
+        self._context, self._rows = "", self._rows + 1
         rows: list[list[Node]] = [[]]
         while not self._take(r"\end"):
             if self._take(r"\\"):
                 rows.append([])
             elif not self._take("&", ",", ";", ".") and not self._take_word(*_IF):
                 rows[-1].append(self._items() if name == "cases" and rows[-1] else self._item())
+        self._rows -= 1
         rows = [row for row in rows if row]
         if self._spelled_argument() != name or not rows:
             raise Unread("an environment is not closed")
         cells = tuple(cell for row in rows for cell in row)
         if name == "cases" and not any(len(row) != 2 or row[0].kind == "relation" for row in rows):
             return Node("cases", tuple(Node("case", tuple(row)) for row in rows))
+        if len(cells) == 1:
+            return cells[0]
         if "matrix" not in name and (name != "array" or any(cell.kind == "relation" for cell in cells)):
-            return cells[0] if len(cells) == 1 else Node("list", cells)
+            return Node("list", cells)
         if any(len(row) != len(rows[0]) for row in rows):
             raise Unread("rows of unequal length")
         return Node("matrix", cells, len(rows[0]))
@@ -323,6 +332,8 @@ class AtomParser(UnitCursor):
         for token in reversed(self._tokens[self._position : end]):
             if token.text not in ("&", r"\\") or not kept or kept[-1].text not in RELATIONS:
                 kept.append(token)
+        while kept and kept[-1].text == "=":
+            kept.pop()
         self._tokens[self._position : end] = kept[::-1]
 
     # Sums and integrals: the bound variable has no name.
@@ -335,16 +346,15 @@ class AtomParser(UnitCursor):
             elif self._take("^"):
                 high = self._exponent()
         if name == "int":
-            variable = self._differential()
+            variable = self._name(self._differential())
             body = self._sum()
             self._expect("differential")
         else:
-            if low is None or low.kind != "relation" or low.value != ("=",) or low.args[0].kind != "name":
+            if low is None or low.kind != "relation" or low.value != ("=",) or low.args[0].args:
                 raise Unread("a sum without its variable")
-            (bound, low), body = low.args, self._product()
-            variable = bound.value
+            (variable, low), body = low.args, self._product()
         nested = 1 + max((part.value for part in walk(body) if part.kind == "bound"), default=0)
-        body = replaced(body, Node("name", value=variable), Node("bound", value=nested))
+        body = replaced(body, variable, Node("bound", value=nested))
         if low is None or high is None:
             raise Unread("an integral without ends")
         return Node("call", (low, high, body), name)

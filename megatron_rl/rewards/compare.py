@@ -14,6 +14,7 @@ from functools import lru_cache
 from megatron_rl.rewards import forms, units
 from megatron_rl.rewards.grammar import readings
 from megatron_rl.rewards.latex import Unread, spelled, tokenize
+from megatron_rl.rewards.phrases import known_word
 from megatron_rl.rewards.sets import DESCRIBE_SETS, same_set
 from megatron_rl.rewards.tree import (
     MIN_ROUNDED_DIGITS,
@@ -24,6 +25,7 @@ from megatron_rl.rewards.tree import (
     exact_or_none,
     has_names,
     is_unfinished,
+    is_unknown,
     negative,
     number,
     plain,
@@ -76,12 +78,13 @@ class _Comparison:
             return self._same_option(ours, theirs)
         ours, theirs = forms.canonical(self._without_middle(ours)), forms.canonical(theirs)
         ours, theirs = forms.without_tuple_name(ours, theirs)
+        ours, theirs = forms.without_condition(ours, theirs), forms.without_condition(theirs, ours)
         if ours == theirs:
             return True
         kinds = {ours.kind, theirs.kind}
-        if "word" in kinds:
+        if forms.is_word(ours) or forms.is_word(theirs):
             return self._same_word(ours, theirs)
-        if "family" in kinds:
+        if "family" in kinds or (forms.is_periodic(ours) and forms.is_periodic(theirs)):
             return self._same_family(ours, theirs)
         as_written = forms.is_score(theirs) or (forms.is_score(ours) and not self._accept_unevaluated)
         if (as_written or "based" in kinds) and "relation" not in kinds:
@@ -112,15 +115,11 @@ class _Comparison:
         )
 
     def _same_word(self, ours: Node, theirs: Node) -> bool:
-        if ours.kind == theirs.kind:
-            commute = forms.commutes(ours) and forms.commutes(theirs)
-            return ours.value == theirs.value or (commute and sorted(ours.value) == sorted(theirs.value))
-        word, other = (ours, theirs) if ours.kind == "word" else (theirs, ours)
-        if not word.args:
-            return other.kind == "relation" and other.value == ("=",) and self._same_relation(ours, theirs)
-        if not forms.commutes(word):
-            return word.args[0] == other
-        return self.equal(*((word.args[0], other) if word is ours else (other, word.args[0])))
+        texts = [forms.spelled(node) for node in (ours, theirs)]
+        texts = [known_word(text) if text.islower() or text.istitle() or text.isupper() else text for text in texts]
+        if "" in texts:
+            return "relation" in (ours.kind, theirs.kind) and self._same_relation(ours, theirs)
+        return texts[0] == texts[1]
 
     # Collections.
 
@@ -135,10 +134,11 @@ class _Comparison:
         if kinds[0] == kinds[1] == "tuple":
             return ours.value == theirs.value and self._in_order(ours.args, theirs.args)
         if kinds[0] != kinds[1] and set(kinds) != {"list", "set"}:
-            return False
+            sides = [node.args[0] if node.kind == "set" and len(node.args) == 1 else node for node in (ours, theirs)]
+            return not any(node.kind in DESCRIBE_SETS | _NO_SCALARS for node in sides) and self.equal(*sides)
         if kinds[0] in ("difference", "builder"):
             return self._in_order(ours.args, theirs.args)
-        if theirs.value != "and" and any(item.kind == "word" for item in theirs.args):
+        if theirs.value != "and" and any(map(forms.is_word, theirs.args)):
             return self._in_order(ours.args, theirs.args)  # words in a row may be an order
         return self._any_order(ours.args, theirs.args)
 
@@ -293,18 +293,14 @@ class _Comparison:
 
     def _same_equation(self, ours: Sequence[Node], theirs: Sequence[Node]) -> bool:
         heads = ours[0], theirs[0]
-        if all(head.kind in ("name", "word") or (head.kind == "call" and head.value in "fghFGH") for head in heads):
+        if all(head.kind in ("name", "word") or is_unknown(head) for head in heads):
             ours, heads = forms.with_argument_of(ours, theirs)
             kinds = {head.kind for head in heads}
             if heads[0] == heads[1] or (kinds == {"name", "call"} and any(head.value == "y" for head in heads)):
                 return self.equal(ours[1], theirs[1])
             if "call" in kinds or (len(kinds) == 1 and "word" in kinds):
                 return False
-        sides = [
-            tuple(side.args[0] if side.kind == "word" and side.args else side for side in both)
-            for both in (ours, theirs)
-        ]
-        return self._same_difference(*(Node("relation", both, ("=",)) for both in sides))
+        return self._same_difference(*(Node("relation", tuple(both), ("=",)) for both in (ours, theirs)))
 
     def _near(self, one: Node, other: Node) -> bool:
         """Whether two constants differ by at most a hundredth."""
@@ -363,7 +359,7 @@ class _Comparison:
                 return our_value == their_value
             return rounds_to(their_value, decimals[0]) or rounds_to(our_value, decimals[1])
         if has_names(ours) or has_names(theirs):
-            return any(self._algebra.equal(node, theirs) for node in (ours, *forms.constants(ours, theirs)))
+            return any(self._algebra.equal(*pair) for pair in forms.up_to_constants(ours, theirs))
         if our_value is not None or their_value is not None:  # the other has roots, functions or constants in it
             rational, other = (ours, theirs) if their_value is None else (theirs, ours)
             written = plain(rational)

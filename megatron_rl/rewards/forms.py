@@ -9,12 +9,13 @@ from functools import reduce
 from itertools import permutations, product
 
 from megatron_rl.rewards import units
-from megatron_rl.rewards.tree import Node, exact_or_none, negative, number, plain, replaced, walk
+from megatron_rl.rewards.tree import Node, exact_or_none, is_unknown, names_in, negative, number, plain, replaced, walk
 
 MAX_ITEMS = 64  # longest list that is compared in any order
 _MAX_SIGNS = 3  # largest number of ± in one value
+_VERDICTS = ("yes", "no")
 DOTS = Node("name", value="ldots")
-_VOWELS = frozenset("aeiou")
+_VOWELS = frozenset("eiou")
 _TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
@@ -37,7 +38,15 @@ def canonical(node: Node) -> Node:
 
 
 def _membership(node: Node) -> Node:
-    r"""``x \in S`` says S, and so does ``\{x \mid x \in S\}``; ``P(3,4)`` says the point."""
+    r"""``x \in S`` says S; ``\{x \mid x=2k, k \in \mathbb{Z}\}`` says 2k for these; ``P(3,4)`` says the point."""
+    if node.kind == "list" and node.args[0].kind == "word" and node.args[0].value in _VERDICTS:  # `Yes, it converges`
+        return node if any(part.value in _VERDICTS for part in node.args[1:]) else node.args[0]
+    if node.kind == "builder" and node.args[0].kind in ("add", "mul", "div"):
+        return Node("list", node.args)
+    if node.kind == "builder" and node.args[1].kind == "list":
+        first, *others = node.args[1].args
+        if first.kind == "relation" and first.value == ("=",) and first.args[0] == node.args[0]:
+            return Node("list", (first.args[1], *others))
     if node.kind == "relation" and node.value == ("∈",) and names_something(node.args[0]):
         return node.args[1]
     if node.kind == "mul" and node.args[1].kind == "tuple" and str(node.args[0].value).isupper():
@@ -106,11 +115,12 @@ def _spread_signs(node: Node) -> Node:
             spread = _spread_signs(arg)
             items += spread.args if spread.kind == "list" and arg.kind != "list" else [arg]
         return Node(node.kind, tuple(items), node.value)
-    if node.kind == "relation" and node.value == ("=",):
+    if node.kind == "relation" and node.value in (("=",), ("!=",)):
         value = _spread_signs(node.args[1])
         if value.kind != "list" or node.args[1].kind == "list":
-            return Node("relation", (node.args[0], value), ("=",))
-        return Node("list", tuple(Node("relation", (node.args[0], item), ("=",)) for item in value.args))
+            return Node("relation", (node.args[0], value), node.value)
+        relations = tuple(Node("relation", (node.args[0], item), node.value) for item in value.args)
+        return Node("list" if node.value == ("=",) else "and", relations)
     if node.kind in ("matrix", "word", "option", "and", "or", "comma"):
         return node
     count = sum(part.kind == "pm" for part in walk(node))
@@ -130,7 +140,13 @@ def _with_signs(node: Node, signs: list[int]) -> Node:
 
 
 def as_matrix(node: Node) -> Node:
-    r"""``\frac12 M`` and ``-M`` as matrices of products."""
+    r"""``\frac12 M`` and ``-M`` as matrices of products; ``M^T`` with rows as columns."""
+    if node.kind == "pow" and node.args[0].kind in ("matrix", "tuple") and node.args[1] == Node("name", value="T"):
+        cells, width = (
+            node.args[0].args,
+            node.args[0].value if node.args[0].kind == "matrix" else len(node.args[0].args),
+        )
+        return Node("matrix", tuple(cell for k in range(width) for cell in cells[k::width]), len(cells) // width)
     if node.kind == "neg" and node.args[0].kind in ("matrix", "mul", "div"):
         inner = as_matrix(node.args[0])
         return Node("matrix", tuple(map(negative, inner.args)), inner.value) if inner.kind == "matrix" else node
@@ -190,10 +206,10 @@ def name_first(node: Node) -> Node:
 def names_something(node: Node) -> bool:
     r"""Whether ``node`` is a name or names put together (``x_1``, ``f(3)``, ``m+n``, ``AB^2``); not ``-x``."""
     kind, args = node.kind, node.args
-    if kind in ("name", "word"):
+    if kind in ("name", "word") or (kind == "constant" and node.value in ("e", "i")):
         return True
     if kind == "call":
-        return node.value in "fghFGH" or (bool(args) and all(map(names_something, args)))
+        return is_unknown(node) or (bool(args) and all(map(names_something, args)))
     if kind == "pow":
         return names_something(args[0]) and plain(args[1]) is not None
     if kind == "mul" and args[0].kind == "name" and args[0].value[0].isupper() and len(args) == 2:
@@ -203,11 +219,41 @@ def names_something(node: Node) -> bool:
     return kind in ("add", "mul", "div", "tuple", "root", "ratio") and all(map(names_something, args))
 
 
-def commutes(word: Node) -> bool:
-    """Whether letters in italics are a product in any order: not if they can be spoken, as ``odd``, or are capitals."""
-    if not word.args or not all(part.value.islower() for part in walk(word.args[0]) if not part.args):
-        return False
-    return len(word.value) == 2 or not _VOWELS & set(word.value)
+def spelled(node: Node) -> str:
+    """The word that ``node`` is, or the letters of a product in their order; "" for others."""
+    letters = []
+    while node.kind == "mul":
+        letters.append(str(node.args[1].value) if node.args[1].kind in ("name", "constant") else "")
+        node = node.args[0]
+    letters.append(str(node.value) if node.kind in ("name", "constant") and letters else "")
+    return node.value if node.kind == "word" else "".join(reversed(letters)) if set(map(len, letters)) == {1} else ""
+
+
+def is_word(node: Node) -> bool:
+    """Whether ``node`` is a word, or letters in italics that may be one or the name of a figure: `odd`, `CAB`."""
+    text = spelled(node)
+    return node.kind == "word" or (bool(text) and (not text.islower() or (len(text) > 2 and bool(_VOWELS & set(text)))))
+
+
+def is_periodic(node: Node) -> bool:
+    """Whether ``node`` may be values for all whole numbers, such as ``\\frac{\\pi}{2}+n\\pi``."""
+    names = names_in(node)
+    return (
+        len(names) == 1 and names <= set("kmnlj") and any(p.kind == "constant" and p.value == "pi" for p in walk(node))
+    )
+
+
+def without_condition(node: Node, other: Node) -> Node:
+    """``x+1, x \\ne 2`` as ``x+1`` beside an answer without condition."""
+    if node.kind != "list" or other.kind == "list" or is_order(node.args[0]) or not all(map(is_order, node.args[1:])):
+        return node
+    names = names_in(node.args[0])
+    return node.args[0] if all(names_in(part) <= names for part in node.args[1:]) else node
+
+
+def is_order(node: Node) -> bool:
+    """Whether ``node`` says where a value is: an inequality or ``x \\in S``."""
+    return node.kind == "relation" and not {"=", "≈"} & set(node.value)
 
 
 def as_vector(node: Node, other: Node) -> Node:
@@ -229,20 +275,34 @@ def as_vector(node: Node, other: Node) -> Node:
     return Node("tuple", tuple(row[:size]), "()") if size in (2, 3) and (size == 3 or cells["k"] is None) else node
 
 
-def constants(ours: Node, theirs: Node) -> Iterator[Node]:
-    """Yield ``ours`` with its free constants named as those of ``theirs``: ``x^2+K`` as ``x^2+C``."""
+_CONSTANT = re.compile(r"[A-DKck](_\d)?")
+
+
+def up_to_constants(ours: Node, theirs: Node) -> Iterator[tuple[Node, Node]]:
+    r"""Yield pairs of which one is equal if both are the same but for free constants: ``\ln x+C``, ``\ln 2x+K``."""
+    yield ours, theirs
     names, their_names = ({part for part in walk(node) if part.kind == "name"} for node in (ours, theirs))
     own, gold = sorted(names - their_names, key=str), sorted(their_names - names, key=str)
-    may_be_renamed = all(re.fullmatch(r"[A-DKck](_\d)?", name.value) for name in own)
-    are_constants = all(re.fullmatch(r"[Cc](_\d)?", name.value) for name in gold)
-    if names & their_names and 0 < len(own) == len(gold) <= 2 and are_constants and may_be_renamed:
+    free = [name for name in (*own, *gold) if _CONSTANT.fullmatch(name.value)]
+    if names & their_names and 0 < len(own) == len(gold) <= 2 and len(free) == 2 * len(own):
         for order in permutations(gold):
-            yield reduce(lambda node, pair: replaced(node, *pair), zip(own, order), ours)
+            yield reduce(lambda node, pair: replaced(node, *pair), zip(own, order), ours), theirs
+    rests = [_without_constant(node) for node in (ours, theirs)]
+    variables = sorted(set.union(*map(names_in, rests))) if None not in rests else ()
+    if len(variables) == 1:
+        gap, name = Node("add", (rests[0], negative(rests[1]))), Node("name", value=variables[0])
+        yield gap, replaced(gap, name, Node("div", (name, number(2))))
+
+
+def _without_constant(node: Node) -> Node | None:
+    """``node`` without the ``C`` that is added to it; None if there is none."""
+    terms = [arg for arg in node.args if not (arg.kind == "name" and re.fullmatch("[CcKk](_0)?", arg.value))]
+    return Node("add", tuple(terms)) if node.kind == "add" and 0 < len(terms) == len(node.args) - 1 else None
 
 
 def split_unit(node: Node) -> tuple[Node, units.Unit | None]:
-    if node.kind == "neg" and node.args[0].kind == "quantity":
-        return negative(node.args[0].args[0]), node.args[0].value
+    if node.kind == "mul" and node.args[1].kind == "quantity":  # `n\\cdot 360^\\circ`
+        return Node("mul", (node.args[0], node.args[1].args[0])), node.args[1].value
     return (node.args[0], node.value) if node.kind == "quantity" else (node, None)
 
 

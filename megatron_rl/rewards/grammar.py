@@ -13,9 +13,9 @@ from itertools import pairwise
 from megatron_rl.rewards import units
 from megatron_rl.rewards.atoms import RELATIONS, AtomParser
 from megatron_rl.rewards.forms import split_unit
-from megatron_rl.rewards.latex import Token, Unread, join_thousands, readings_of_e, tokenize, words
+from megatron_rl.rewards.latex import Token, Unread, join_thousands, readings_of_e, tokenize
 from megatron_rl.rewards.phrases import base_numeral, option_of, phrase
-from megatron_rl.rewards.tree import Node, depth, exact_or_none, negative, number, walk
+from megatron_rl.rewards.tree import Node, depth, exact_or_none, negative, number
 
 MAX_TREE_DEPTH = 100  # depth of a tree; a product of n factors has depth n
 _CACHED_CHARS = 200  # trees of longer answers are not cached: they may be large
@@ -23,7 +23,7 @@ _CACHED_CHARS = 200  # trees of longer answers are not cached: they may be large
 _NO_FACTOR = frozenset(
     [r"\rvert", r"\rfloor", r"\rceil", r"\rangle", r"\end", r"\pmod", r"\mod", r"\bmod", r"\over", r"\choose"]
 )
-_EXPRESSIONS = frozenset(words("add mul div divide neg pow root pm call percent quantity"))
+_NO_START = frozenset(["", ",", ";", "∪", "∩", "or", "and", ")"])  # behind `[`, which then closes an interval
 _BEHIND = frozenset("^!°'\"")
 _ENDS = frozenset([",", ";", "or", "and", "&", r"\\", r"\end"])
 _HALF_DAYS = ("㏂", "㏘")
@@ -39,12 +39,14 @@ class Parser(AtomParser):
         node = self._items_over()
         if self._peek() is not units.END:
             raise Unread(f"{self._next().text} was not read")
-        return _without_words(node) if any(part.kind == "word" for part in walk(node)) else node
+        return node
 
     def _separator(self) -> str:
         """Take and return one separator of items; "" if there is none. ``, and`` is "and"."""
         comma = ""
-        if self._text_at(1) not in (r"\\", r"\end") and self._take(",", ";"):
+        if (not self._rows or self._text_at(1) not in (r"\\", r"\end")) and self._take(",", ";"):
+            comma = ","
+        if not self._rows and self._take(r"\\"):
             comma = ","
         token = self._peek()
         if token.text in ("or", "and") and (token.kind != "letters" or token.roman or token.space or comma):
@@ -64,20 +66,21 @@ class Parser(AtomParser):
             items.append(self._item())
         if len(items) == 1:
             return items[0]
-        if all(item.kind == "relation" and set(item.value) <= {"<", ">", "<=", ">=", "!="} for item in items):
+        if all(item.kind == "relation" and set(item.value) <= {"<", ">", "<=", ">=", "!=", "∈"} for item in items):
             kind = "or" if "or" in separators else "and" if "and" in separators else "comma"
             if "or" in separators and "and" in separators:
                 raise Unread("and and or together")
             return Node(kind, tuple(items))
-        if formal:
+        if formal and not all(item.kind == "relation" for item in items):
             raise Unread("a formula of logic")
         if separators <= {"and", ","} and all(_is_part(*pair) for pair in pairwise(items)):
             return reduce(_with_part, items)
-        return Node("list", tuple(items))
+        return Node("list", tuple(items), None if separators == {","} else "and")
 
     def _item(self) -> Node:
         """Read a relation, congruence, ratio or value."""
-        sides, signs = [self._as_written() or self._side()], []
+        unnamed = Node("name", value="") if self._at("<", ">", "<=", ">=") else None  # `at least 5`
+        sides, signs = [unnamed or self._as_written() or self._side()], []
         while self._at(*RELATIONS):
             signs.append(self._next().text)
             sides.append(self._as_written() or self._side())
@@ -96,9 +99,7 @@ class Parser(AtomParser):
                 break
             end += 1
         tokens = tuple(self._tokens[self._position : end])
-        behind = self._text_at(end - self._position)
-        may_be_words = behind in ("=", "≈") or (self._position and behind != "}")  # `Area = 5`, not `\frac{GM}{r^2}`
-        node = base_numeral(tokens) or (phrase(tokens) if may_be_words else None)
+        node = base_numeral(tokens) or phrase(tokens)
         self._position = end if node else self._position
         return node
 
@@ -159,6 +160,8 @@ class Parser(AtomParser):
                 node = Node("divide", (node, self._factor()))
             elif (behind := self._behind(node)) is not None:
                 node = behind
+            elif node.kind == "quantity" and node.value == units.DEGREE and len(self._word_at()) == 1:
+                node = Node("quantity", (Node("mul", (node.args[0], self._power())),), node.value)  # `360^\circ n`
             elif node.kind != "quantity" and (self._starts_factor() or self._number_is_factor(node)):
                 node = Node("mul", (node, self._power()))
             elif node.kind == "quantity" and (whole := self._with_smaller_unit(node)) is not None:
@@ -199,7 +202,7 @@ class Parser(AtomParser):
             return False
         return (
             token.text in ("(", "{")
-            or (token.text == "[" and self._context != "french")
+            or (token.text == "[" and self._context != "french" and self._text_at(1) not in _NO_START)
             or (token.text == "|" and self._context not in ("bars", "set"))
         )
 
@@ -220,7 +223,7 @@ class Parser(AtomParser):
         return node
 
     def _temperature(self) -> units.Unit | None:
-        name = {"C": "celsius", "F": "fahrenheit"}.get(self._text_at() if self._peek().roman else "")
+        name = {"C": "celsius", "F": "fahrenheit"}.get(self._text_at())
         self._position += name is not None
         return units.unit_of(name, True) if name else None
 
@@ -243,16 +246,6 @@ def _with_part(whole: Node, part: Node) -> Node:
     total = Node("add", (whole.args[0], Node("mul", (part.args[0], share))))
     value = exact_or_none(total)
     return Node("quantity", (total if value is None else number(value),), whole.value)
-
-
-def _without_words(node: Node, in_expression: bool = False) -> Node:
-    """``node`` with the products that its words mean inside expressions: ``(xy)^2``, ``\\sin(nx)``."""
-    if node.kind == "word":
-        if in_expression and not node.args:
-            raise Unread(f"the word {node.value} in an expression")
-        return node.args[0] if in_expression else node
-    in_expression |= node.kind in _EXPRESSIONS
-    return Node(node.kind, tuple(_without_words(arg, in_expression) for arg in node.args), node.value)
 
 
 def readings(text: str) -> tuple[Node, ...]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 MAX_TOKENS = 1500
+Rules = tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
 
 
 def words(text: str) -> list[str]:
@@ -29,7 +31,8 @@ COMMON_WORDS = frozenset(
 FUNCTIONS = frozenset(
     words(
         "sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh coth sech csch log ln lg "
-        "exp abs floor ceil gcd lcm max min det deg arg Re Im sgn sign asin acos atan cis"
+        "exp abs floor ceil gcd lcm max min det deg arg Re Im sgn sign asin acos atan cis tg ctg arctg arcctg "
+        "arcsinh arccosh arctanh arsinh arcosh artanh"
     )
 )
 
@@ -57,8 +60,8 @@ _SIGNS = {
     "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "…": r"\ldots ", "∧": r"\land ",
     "∨": r"\lor ", "¬": r"\neg ", "∠": r"\angle ", "△": r"\triangle ", "µ": r"\mu ", "Ω": r"\Omega ",
     "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}",
-    "€": r"\euro ", "£": r"\pounds ", "¥": r"\yen ", "￥": r"\yen ",
-    "₹": r"\rupee ", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u3000": " ",
+    "¢": r"\text{ cents}", "€": r"\euro ", "£": r"\pounds ", "¥": r"\yen ", "￥": r"\yen ",
+    "。": ".", "、": ",", "₹": r"\rupee ", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u3000": " ",
 }  # fmt: skip
 _SUPERSCRIPT = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni"))
 _SUBSCRIPT = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n"))
@@ -73,10 +76,10 @@ _CHINESE_WORDS = {
     spelling: rf"\text{{ {meaning} }}"
     for meanings in (
         "square=平方 cubic=立方 km=公里,千米 cm=厘米,公分 mm=毫米 m=米 dm=分米 kg=千克,公斤 g=克 mg=毫克 "
-        "tonnes=吨 L=升 mL=毫升 hours=小时 minutes=分钟 seconds=秒 days=天,日 weeks=周,星期 months=月,个月 "
-        "years=年,岁 yuan=元,块,块钱,人民币 degrees=度 people=人 or=或,或者 and=和,且,与 "
+        "tonnes=吨 L=升 mL=毫升 hours=小时,时 minutes=分钟 seconds=秒 days=天,日 weeks=周,星期 months=月,个月 "
+        "years=年,岁 yuan=元,块,块钱,人民币 degrees=度 people=人,个人 per=每 or=或,或者 and=和,且,与 "
         "units=个,只,件,张,本,种,次,条,辆,棵,支,枚,颗,位,名 "
-        "yes=是,对,正确 no=否,不是,错,错误 none=无解,空集",
+        "yes=是,对,正确 no=否,不是,错,错误 none=无解,空集,没有解,无实数解",
     )
     for meaning, spellings in (entry.split("=") for entry in meanings.split())
     for spelling in spellings.split(",")
@@ -129,7 +132,6 @@ _FONTS = words(
     "mathbf textbf boldsymbol bm pmb mathit textit textsl emph mathtt texttt textsc underline uline boxed fbox mathcal "
     "mathscr mathfrak mathnormal symbf symup ensuremath smash mathbb Bbb"
 )
-_DROPPED = dict.fromkeys(_LOOKS, "look") | dict.fromkeys(_ROMAN, "roman") | dict.fromkeys(_FONTS, "font")
 _NAMES = {
     "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "sfrac": "frac", "nicefrac": "frac", "dbinom": "binom",
     "tbinom": "binom", "choose": "choose", "varnothing": "emptyset", "lbrack": "[", "rbrack": "]", "lbrace": r"\{",
@@ -142,17 +144,19 @@ _NAMES = {
     "lor": "or", "vee": "or", "land": "and", "wedge": "and", "dots": "ldots", "cdots": "ldots", "dotsc": "ldots",
     "dotsb": "ldots", "infin": "infty", "reals": "R", "R": "R", "Z": "Z", "N": "N", "Q": "Q", "C": "C",
     "varepsilon": "epsilon", "vartheta": "theta", "varphi": "phi", "arcsin": "arcsin", "slash": "/",
-    "texteuro": "euro", "textsterling": "pounds", "textdollar": "$", "tg": "tan", "ctg": "cot", "overrightarrow": "vec",
+    "texteuro": "euro", "textsterling": "pounds", "textdollar": "$", "overrightarrow": "vec",
     "widehat": "hat", "widetilde": "tilde", "bar": "overline", "lg": "lg", "textbackslash": "∖", "iff": "iff",
 }  # fmt: skip
-_LETTERS = {"imath": "i", "AA": "Å", "ell": "ℓ"}
+_LETTERS = {"imath": "i", "AA": "Å", "ell": "ℓ", "jmath": "j", "Pr": "P", "P": "P", "E": "E"}
 _CONNECTIVES = ("or", "and")
+_SPELLED = {r"\|": "|", r"\$": "$", r"\%": "%", r"\#": "#", r"\&": ",", r"\_": "_", "**": "^", "==": "="}
 
 _TOKEN = re.compile(
-    r"(?P<skip>\\[,;:>!()\[\]\s]|\\\Z|[\s~]+|\$)"
+    rf"(?P<skip>\\[,;:>!()\[\]\s]|\\\Z|[\s~]+|\$|\\(?:{'|'.join(_LOOKS)})(?![A-Za-z])\*?)"
+    rf"|\\(?P<font>{'|'.join([*_ROMAN, *_FONTS])})(?![A-Za-z])\*?(?:\s*\{{)?"
     r"|(?P<row>\\\\(?:\s*\[\s*-?[\d.]+\s*(?:pt|ex|em|mm|cm|in)\s*\])?)"
     r"|\\(?P<command>[A-Za-z]+)\*?"
-    r"|\\(?P<escaped>[{}|$%#&_])"
+    r"|(?P<escaped>\\[{}|$%#&_])"
     r"|(?P<number>\d*\.\d*\(\d+\)(?![\w^])|(?:\d+(?:\.\d*)?|\.\d+)[eE][+-]?\d+(?![\w.^])|\d+(?:\.\d+)?|\.\d+)"
     r"|(?P<letters>[^\W\d_]+)"
     r"|(?P<sign><=|>=|!=|==|\*\*|.)",
@@ -174,24 +178,24 @@ _PARTS = {"half": 2, "halves": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth"
           "eighth": 8, "ninth": 9, "tenth": 10}  # fmt: skip
 _TO_99 = rf"(?:(?:{'|'.join(_TENS)})(?:[ -](?:{'|'.join(_ONES[1:10])}))?|{'|'.join(reversed(_ONES))})"
 _TO_999 = rf"(?:(?:{'|'.join(_ONES[1:10])}) hundred(?:(?: and)? {_TO_99})?|{_TO_99})"
-_IN_WORDS = re.compile(
-    rf"(?<![\\A-Za-z]){_TO_999}(?: thousand(?:,?(?: and)? {_TO_999})?)?(?:[ -](?:{'|'.join(_PARTS)})s?)?(?![A-Za-z])",
-    re.IGNORECASE,
+_IN_WORDS = (
+    rf"(?i)(?<![\\A-Za-z])(?P<number>{_TO_999}(?: thousand(?:,?(?: and)? {_TO_999})?)?"
+    rf"(?:[ -](?:{'|'.join(_PARTS)})s?)?)(?: and (?:a|one) (?P<rest>half|third|quarter))?(?![A-Za-z])"
 )
 
 
 def _in_digits(match: re.Match[str]) -> str:
     total = value = 0
-    part = ""
-    for word in re.findall("[a-z]+", match[0].lower()):
+    parts = []
+    for word in re.findall("[a-z]+", match["number"].lower()):
         name = word if word in _PARTS else word.removesuffix("s")
         if name in _PARTS:
-            part = f"/{_PARTS[name]}"
+            parts = [f"/{_PARTS[name]}"]
         elif word == "thousand":
             total, value = value * 1000, 0
         else:
             value = value * 100 if word == "hundred" else value + _VALUES.get(word, 0)
-    return f"{total + value}{part}"
+    return f"{total + value}" + "".join(parts or ([f" 1/{_PARTS[match['rest'].lower()]}"] if match["rest"] else []))
 
 
 def _periodic(match: re.Match[str]) -> str:
@@ -205,58 +209,73 @@ def _periodic(match: re.Match[str]) -> str:
 
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][A-Za-z.]")  # not a command
 _TEXT = r"\s*(?:\\text\s*\{)?\s*"
-_REWRITTEN = (
-    (re.compile(r"\^\s*(\{\s*)?((?:[°']|\\(?:circ|degree|prime)(?![A-Za-z])\s*)+)(?(1)\})"), r"\2"),
-    (re.compile(r"\\(l|r)(?:eft|ight)\s*(?:\||\\[lr]?vert(?![A-Za-z]))"), r"\\\1vert "),
-    (re.compile(r"\\(?:left|right)\s*\."), ""),
-    (re.compile(r"\\not\s*(=|\\in(?![A-Za-z]))"), lambda match: r"\ne " if match[1] == "=" else r"\notin "),
-    (re.compile(r"(?<=[\d)}])!="), "! ="),  # `5!=120`
-    (re.compile(r"\.\.\."), r"\\ldots "),
-    (re.compile(r"(\d*\.\d+)\s*\\[lc]?dots(?![A-Za-z])"), _periodic),
-    (
-        re.compile(
-            r"((?:\d+(?:,\d{3})*)?\.\d*)\s*(?:\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))"
-            r"|\\dot\s*\{?\s*(\d)\s*\}?(?:(\d*)\\dot\s*\{?\s*(\d)\s*\}?)?(?!\d))"
-        ),
-        lambda match: f"{match[1].replace(',', '')}({''.join(filter(None, match.groups()[1:]))})",
-    ),
-    (
-        re.compile(
-            r"\\(?:[hv]space|[hv]?phantom|label|(?:text)?color|colorbox)\*?\s*(?:\[[^\[\]]*\])?\s*\{[^{}]*\}"
-            r"|\\(?:hskip|m?kern)\s*-?[\d.]+\s*(?:pt|em|ex|mu|cm|mm)"
-        ),
-        " ",
-    ),
-    (re.compile(r"\\(?:mathbb|Bbb)\s*\{?\s*([A-Z])\s*\}?"), r"\\\1 "),
-    (re.compile(r"(?<=\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3})"), ""),
-    (re.compile(r"\{:\}"), ":"),
-    (re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)"), "*"),
-)
-_REWRITTEN_WORDS = (  # after these; they change nothing in a text without words
-    (
-        re.compile(
-            r"(?<=\d)(?:[\s~]|\\[ ,;:]|\\q?quad)*(\\(?:text|mathrm)\s*\{[\s~]*)?"
-            r"(?:([aA])|[pP])\.?\s?[mM](?![A-Za-z])\.?(?(1)\s*\})"
-        ),
-        lambda match: "㏂" if match[2] else "㏘",
-    ),
-    (re.compile(r"(?<![\\A-Za-z])a (?=(?:half|third|quarter|dozen|hundred|thousand)\b)"), "one "),
+_UPRIGHT = r"(?:\\(?:mathrm|text)\s*\{)?"
+
+
+def _rules(*rules: tuple[str, str | Callable[[re.Match[str]], str]]) -> Rules:
+    return tuple((re.compile(pattern), spelling) for pattern, spelling in rules)
+
+
+_REWRITTEN = _rules(
+    (r"\^\s*(\{\s*)?((?:[°']|\\(?:circ|degree|prime)(?![A-Za-z])\s*)+)(?(1)\})", r"\2 "),
+    (r"\\(l|r)(?:eft|ight)\s*(?:\||\\[lr]?vert(?![A-Za-z]))", r"\\\1vert "),
+    (r"\\left\s*\\\{\s*\\begin\s*\{(?:array\}\s*\{[^{}]*|aligned|matrix)\}", r"\\begin{cases}"),
+    (r"\\end\s*\{(?:array|aligned|matrix)\}\s*\\right\s*\.", r"\\end{cases}"),
+    (r"\\(?:left|right)\s*\.", ""),
+    (r"\\(l|r)(?:eft\s*<|ight\s*>)", r"\\\1angle "),
+    (r"\b([fgh])\s*\^\s*\{?\s*-\s*1\s*\}?\s*(?=(?:\\left)?\s*\()", r"\1_{inverse}"),
+    (r"(?<!and\})(?<!or\})(?<=[\w)}])\s*\\q?quad\s*(?=[A-Za-z]\s*=)", ","),
+    (r"\\not\s*(=|\\in(?![A-Za-z]))", lambda match: r"\ne " if match[1] == "=" else r"\notin "),
+    (r"(?<=[\d)}])!=", "! ="),  # `5!=120`
+    (r"\.\.\.", r"\\ldots "),
+    (r"(\d*\.\d+)\s*\\[lc]?dots(?![A-Za-z])", _periodic),
+    (r"((?:\d+(?:,\d{3})*)?\.\d*)\s*(?:\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))"
+     r"|\\dot\s*\{?\s*(\d)\s*\}?(?:(\d*)\\dot\s*\{?\s*(\d)\s*\}?)?(?!\d))",
+     lambda match: f"{match[1].replace(',', '')}({''.join(filter(None, match.groups()[1:]))})"),
+    (r"\\(?:[hv]space|[hv]?phantom|label|(?:text)?color|colorbox)\*?\s*(?:\[[^\[\]]*\])?\s*\{[^{}]*\}"
+     r"|\\(?:hskip|m?kern)\s*-?[\d.]+\s*(?:pt|em|ex|mu|cm|mm)", " "),
+    (r"\\(?:mathbb|Bbb)\s*\{?\s*([A-Z])\s*\}?", r"\\\1 "),
+    (r"(?<=\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3})", ""),
+    (r"\{:\}", ":"),
+    (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", "*"),
+    (r"(?<=[\])])\s*U\s*(?=[\[(])", r"\\cup "),
+    (r"(?:,|\s|\\q?quad|\\[ ,;])*\(\s*([a-z]\s*(?:\\in|∈)\s*\\[ZN]\s*)\)\s*\$?$", r", \1"),
+    (rf"(?:\{{\s*\}})?[\^_]\{{?(\d+)\}}?\s*{_UPRIGHT}C\}}?_\{{?(\d+)\}}?"  # `^5C_2`, `C_5^2`
+     rf"|{_UPRIGHT}C\}}?_\{{?(\d+)\}}?\^\{{?(\d+)\}}?",
+     lambda match: rf"\binom{{{match[1] or match[3]}}}{{{match[2] or match[4]}}}"),
+)  # fmt: skip
+_REWRITTEN_WORDS = _rules(  # after these; they change nothing in a text without words
+    (r"(?<=\d)(?:[\s~]|\\[ ,;:]|\\q?quad)*(\\(?:text|mathrm)\s*\{[\s~]*)?"
+     r"(?:([aA])|[pP])\.?\s?[mM](?![A-Za-z])\.?(?(1)\s*\})", lambda match: "㏂" if match[2] else "㏘"),
+    (r"(?:12(?::00)?\s*)?(\\text\s*\{\s*)?(?<![A-Za-z:\\])(?:(noon)|midnight)\b(?(1)\s*\})",
+     lambda match: "12:00㏘" if match[2] else "12:00㏂"),
+    (r"(?<![\\A-Za-z])a (?=(?:half|third|quarter|dozen|hundred|thousand)\b)", "one "),
+    (r"\bin total\b|\ba total of\b", ""),
     (_IN_WORDS, _in_digits),
-    (re.compile(r"(?<![\\A-Za-z])(?:negative|minus)(?=[\s}]*[\d\\(])", re.IGNORECASE), "-"),
-    (re.compile(rf"(?<=\d){_TEXT}(?:in|out of)\s*\}}?\s*(?=\d)"), "/"),  # `1 in 6`
-    (re.compile(rf"(?<=\d){_TEXT}to\s*\}}?\s*(?=\d)"), ":"),
-    (
-        re.compile(
-            rf",?\s*\(?{_TEXT}(?:(?:where|for|with) (?:any |all |every |each )?integers?\s*\}}?\s*\$?([a-z])\$?"
-            rf"|(?:where|for|with)?\s*\}}?\s*\$?\b([a-z])\$?{_TEXT}(?:is |being )?(?:an |any )integer\s*\}}?)\s*\)?$"
-        ),
-        lambda match: rf", {match[1] or match[2]}\in\Z ",
-    ),
-)
+    (r"(?i)(?<![\\A-Za-z])(?:negative|minus)(?=[\s}]*[\d\\(])", "-"),
+    (rf"(?<=\d){_TEXT}(?:in|out of)\s*\}}?\s*(?=\d)", "/"),  # `1 in 6`
+    (rf"(?<=[\d}}]){_TEXT}to\s*\}}?\s*(?=[\d\\])", ":"),
+    (r"(?<![\\A-Za-z])(?:(at least|no (?:less|fewer) than|(?:greater|more) than or equal to)"
+     r"|(at most|no (?:more|greater) than|(?:less|fewer) than or equal to)|((?:more|greater|larger) than)"
+     r"|((?:less|fewer|smaller) than))\b", lambda match: (r"\ge ", r"\le ", ">", "<")[match.lastindex - 1]),
+    (rf"\b(\d+){_TEXT}or (?:(more|greater|larger)|less|fewer)\b",
+     lambda match: rf"\{'ge' if match[2] else 'le'} {match[1]}"),
+    (r"^(?:\\text\s*\{\s*)?(?:the set of )?(?:all|every|any) (?:real )?numbers?(?: x)?,? "
+     r"(?:except|other than|but|excluding)(?: for)?(\s*\})?\s*(?:x\s*=)?(.*?)(?(1)|\}?)\.?$", r"\\R\\setminus\\{\2\\}"),
+    (rf",?\s*\(?{_TEXT}(?:(?:where|for|with) (?:any |all |every |each )?integers?\s*\}}?\s*\$?([a-z])\$?"
+     rf"|(?:where|for|with)?\s*\}}?\s*\$?\b([a-z])\$?{_TEXT}(?:is |being )?(?:an |any )integer\s*\}}?)\s*\)?$",
+     lambda match: rf", {match[1] or match[2]}\in\Z "),
+    (r"^(\\text\s*\{)?[A-Za-z][A-Za-z' ]*?\b(?:is|are|equals|numbers?|:)\s*(\})?\s*(?=[-\d$(\[<>]|\\(?!text))",
+     lambda match: (match[1] or "") + (match[2] or "")),  # `The slope is -2`, `all real numbers > 2`
+)  # fmt: skip
 
-
-_ABOUT = ("≈", "=", "about", "approximately", "roughly", "exactly", "approx", r"\therefore", r"\implies",
-          r"\rightarrow", r"\Rightarrow", r"\to", r"\sim")  # fmt: skip
+# Words and signs that say nothing, in front of an answer and behind it; `about 6` is not 6, `about 12.6` is 12.6.
+_VAGUE = ("about", "approximately", "roughly", "approx")
+_BEFORE = frozenset((*_VAGUE, *words(
+    r"≈ = : exactly precisely just final answer ans is option choice result \therefore \implies \rightarrow "
+    r"\Rightarrow \to \sim"
+)))  # fmt: skip
+_BEHIND = frozenset([*".,;:", r"\\", "only", "exactly", "inclusive"])
 
 
 def readings_of_e(text: str) -> tuple[str, ...]:
@@ -270,12 +289,15 @@ def tokenize(text: str) -> tuple[Token, ...]:
     text = plain_signs(text)
     for pattern, spelling in (*_REWRITTEN, *_REWRITTEN_WORDS) if _WORD.search(text) else _REWRITTEN:
         text = pattern.sub(spelling, text)
-    tokens = _Lexer(text).tokens()
+    tokens = _Lexer().tokens(text)
     while tokens:
         last = tokens[-1]
-        if last.text in (".", ",", ";", ":") or (last.text == "!" and last.space):
+        if last.text in _BEHIND or (last.text == "!" and last.space):
             tokens.pop()
-        elif tokens[0].text.lower() in _ABOUT:
+        elif tokens[tokens[0].text.lower() == "the" and len(tokens) > 2].text.lower() in _BEFORE and (
+            tokens[0].kind == "sign"
+            or (len(tokens) > 1 and not (tokens[0].text in _VAGUE and tokens[1].text.isdigit()))
+        ):
             tokens = tokens[1:]
         else:
             break
@@ -283,82 +305,65 @@ def tokenize(text: str) -> tuple[Token, ...]:
 
 
 class _Lexer:
-    def __init__(self, text: str) -> None:
-        self._text, self._position = text, 0
-        self._space = False
-        self._roman = False
-        self._groups: list[tuple[bool, bool]] = []  # of each open brace: roman type before it, and whether it is kept
+    """Reads tokens. ``_groups``: of each open brace the type before it, and the sign that its end gives."""
+
+    def __init__(self) -> None:
+        self._space = self._roman = False
+        self._groups: list[tuple[bool, str]] = []
         self._out: list[Token] = []
 
-    def tokens(self) -> list[Token]:
-        while self._position < len(self._text):
-            match = _TOKEN.match(self._text, self._position)
+    def tokens(self, text: str) -> list[Token]:
+        position = 0
+        while position < len(text):
+            match = _TOKEN.match(text, position)
             assert match is not None, "the last branch takes any character"
-            self._position = match.end()
-            self._take(match)
+            position = match.end()
+            kind, part = match.lastgroup, match[0]
+            if kind == "skip":
+                self._space |= part not in (r"\!", "$")
+            elif kind == "font":
+                self._font(match["font"], part.endswith("{"))
+            elif part == "{":
+                self._emit("sign", "{")
+                self._groups.append((self._roman, "}"))
+            elif part == "}":
+                if not self._groups:
+                    raise Unread("a brace is closed that was not opened")
+                self._roman, part = self._groups.pop()
+                self._emit("sign", part)
+            elif kind == "command":
+                self._emit(*_command(match["command"]))
+            else:
+                self._emit(kind, r"\\" if kind == "row" else _SPELLED.get(part, part))
             if len(self._out) > MAX_TOKENS:
                 raise Unread("too many tokens")
         return self._out
 
     def _emit(self, kind: str, text: str) -> None:
-        self._out.append(Token(kind, text, self._roman, self._space))
-        self._space = False
+        if text:
+            self._out.append(
+                Token(kind if kind in ("number", "letters", "command") else "sign", text, self._roman, self._space)
+            )
+            self._space = False
 
-    def _take(self, match: re.Match[str]) -> None:
-        kind, text = match.lastgroup, match[0]
-        if kind == "skip":
-            self._space |= text != r"\!" and text != "$"
-        elif kind == "row":
-            self._emit("sign", r"\\")
-        elif kind == "command":
-            self._command(match["command"])
-        elif kind == "escaped":
-            self._emit("sign", {"{": r"\{", "}": r"\}", "|": r"\|"}.get(text[1], "," if text[1] == "&" else text[1]))
-        elif kind in ("number", "letters"):
-            self._emit(kind, text)
-        elif text == "{":
-            self._open(self._roman, keep=True)
-        elif text == "}":
-            self._close()
-        else:
-            self._emit("sign", {"**": "^", "==": "="}.get(text, text))
+    def _font(self, name: str, opens: bool) -> None:
+        """A command that changes only the type of what follows; its braces are kept where an argument is due."""
+        if opens:
+            kept = bool(self._out) and self._out[-1].text in _TAKES_ARGUMENT
+            self._emit("sign", "{" * kept)
+            self._groups.append((self._roman, "}" * kept))
+            self._roman = name in _ROMAN
+        elif name.startswith("rm"):
+            self._roman = True
 
-    def _open(self, roman: bool, keep: bool) -> None:
-        if keep:
-            self._emit("sign", "{")
-        self._groups.append((self._roman, keep))
-        self._roman = roman
 
-    def _close(self) -> None:
-        if not self._groups:
-            raise Unread("a brace is closed that was not opened")
-        self._roman, keep = self._groups.pop()
-        if keep:
-            self._emit("sign", "}")
-
-    def _command(self, name: str) -> None:
-        effect = _DROPPED.get(name)
-        if effect is None:
-            self._named(name)
-        elif effect == "look":
-            self._space = True
-        else:
-            group = re.compile(r"\s*\{").match(self._text, self._position)
-            if group:
-                self._position = group.end()
-                keep = bool(self._out) and self._out[-1].text in _TAKES_ARGUMENT
-                self._open(effect == "roman", keep)
-            elif name.startswith("rm"):
-                self._roman = True
-
-    def _named(self, name: str) -> None:
-        plain_name = _NAMES.get(name, name)
-        if name in _LETTERS:
-            self._emit("letters", _LETTERS[name])
-        elif plain_name.isalpha() and plain_name not in _CONNECTIVES and plain_name.isascii():
-            self._emit("command", rf"\{plain_name}")
-        else:
-            self._emit("sign", plain_name)
+def _command(name: str) -> tuple[str, str]:
+    """Kind and text of the token of a command."""
+    if name in _LETTERS:
+        return "letters", _LETTERS[name]
+    plain = _NAMES.get(name, name)
+    is_sign = plain in _CONNECTIVES or not (plain.isalpha() and plain.isascii())
+    return ("sign", plain) if is_sign else ("command", rf"\{plain}")
 
 
 def join_thousands(tokens: tuple[Token, ...], at_top: bool) -> tuple[Token, ...]:

@@ -24,7 +24,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_rl.rewards.compare import same, spelling
-from megatron_rl.rewards.forms import commutes, is_score
+from megatron_rl.rewards.forms import is_score, is_word
 from megatron_rl.rewards.grammar import readings
 from megatron_rl.rewards.pool import WorkerPool
 from megatron_rl.rewards.tree import Algebra, NeedsWorker, Node, exact_or_none
@@ -48,17 +48,18 @@ _BETWEEN_BOXES = re.compile(  # `\boxed{3} or x=\boxed{-5}`
 _SIGN = re.compile(r"(?:(?:[=≈$&]|\\[(\[]|\\approx|\b(?:is|are)\b)\s*)([-−+]|\\pm|\\mp)\s*$")
 _NAME_BEFORE = re.compile(rf"(?<![A-Za-z\\]){_NAME}$")
 _ANSWER_MARK = re.compile(
-    r"(?:\banswers?\b[*_]{0,2}(?: (?:to|for|of) [^.\n:=$]{0,80}?)?|\b(?:option|choice)\b)[ \t]{0,4}"
-    r"(?:\bis\b|\bare\b|:|=)[*_]{0,2}[ \t]{0,4}:?|^[#*_ \t]{0,9}(?:the )?(?:final )?answers?[*_:. \t]{0,9}\n",
+    r"(?:\b(?:answers?|results?)\b[*_]{0,2}(?: (?:to|for|of) [^.\n:=$]{0,80}?)?|\b(?:option|choice)\b)[ \t]{0,4}"
+    r"(?:\b(?:is|are|equals|(?:should|must|will|would) be)\b(?: (?:therefore|thus|hence|then|simply)\b)?|:|=)"
+    r"[*_]{0,2}[ \t]{0,4}:?|^[#*_ \t]{0,9}(?:the )?(?:final )?answers?[*_:. \t]{0,9}\n",
     re.IGNORECASE | re.MULTILINE,
 )
 _CONCLUSION = re.compile(r"\b(?:therefore|thus|hence|so)\b[^.\n]{0,200}?\b(?:is|are|equals)\b:?\s*", re.IGNORECASE)
-_BOLD_END = re.compile(r"\*\*([^*\n]{1,200})\*\*[.!\s]*\Z")
+_BOLD_END = re.compile(r"\*\*([^*\n]{1,200})\*\*(?:[.!\s]*| (?!is\b|are\b)[a-z][^*\n=]{0,80})\Z")
 _MARKDOWN = re.compile(r"(\*\*|`|__)([^*`]+)\1[.:]?")
 _SENTENCE_END = re.compile(r"(?<!\\)[.!?](?=\s|$)")
 _MATH = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))  # opening and closing of a formula
 _WORDS = re.compile(r"[A-Za-z ]{0,80}")
-_CLAUSE = re.compile(r"(?:,?\s+|^)(?:which|because|since|so|where|when|by|as|that|thus|hence|in total)\b")
+_CLAUSE = re.compile(r"(?:,?\s+|^)(?:which|because|since|so|where|when|by|as|that|thus|hence|in total)\b|,\s+not\b")
 _SUBJECT = re.compile(  # `it would take 180 days`, not `it is less than 6`
     r"(?:it|there|they|we|you)\b(?: (?!(?:not|never|less|more|greater|fewer|least|most|over|under)\b)[a-z]+){1,5} "
     r"(?=[\d$])",
@@ -130,8 +131,9 @@ def _after_answer_mark(text: str) -> str | None:
     text = text[-_TAIL_CHARS:]
     marks = list(_ANSWER_MARK.finditer(text))
     if not marks:
-        bold = _BOLD_END.search(text)
-        marks = list(_CONCLUSION.finditer(text, max(text.rstrip().rfind("\n"), 0)))
+        last_line = max(text.rstrip().rfind("\n"), 0)
+        bold = _BOLD_END.search(text, last_line)
+        marks = list(_CONCLUSION.finditer(text, last_line))
         if bold or not marks:
             return bold[1] if bold else None
     tail = _SUBJECT.sub("", text[marks[-1].end() :].strip(), count=1)
@@ -257,4 +259,4 @@ def _kind(reference: str) -> str:
 
 
 def _is_text(tree: Node) -> bool:
-    return (tree.kind == "word" and not commutes(tree)) or (tree.kind == "list" and all(map(_is_text, tree.args)))
+    return is_word(tree) or (tree.kind == "list" and all(map(_is_text, tree.args)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import reduce
+from collections.abc import Sequence
 
 from megatron_rl.rewards.latex import COMMON_WORDS, FUNCTIONS, Token, Unread, words
 from megatron_rl.rewards.tree import Node
@@ -12,44 +12,71 @@ _MATHEMATICS = FUNCTIONS | {"pi", "infinity", "inf", "oo", "sqrt", "mod"}
 _PUNCTUATION = frozenset([".", "'", '"', "-", "(", ")", "?", "!", "`", "*", ",", ";"])
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
           "eleven": 11, "twelve": 12, "sixteen": 16, "binary": 2, "octal": 8, "hex": 16}  # fmt: skip
-_ARTICLES = ("a", "an", "the")
 # Texts of tokens with a space between them: a choice and what stands behind it, and a numeral of a base.
 _CHOICE = re.compile(r"\( [A-J] \)")
 _OPTION = re.compile(
-    r"(?:\( ([A-J]) \)|([A-J]) (?:[).]|:(?! [A-Za-z]$))) (?=[\w\\(\[{$|.-])(?!(?i:or|and|not|is|nor)\b)"
+    r"(?:\( ([A-J]) \)|([A-J]) (?:[).]|:(?! [A-Za-z]$))) ?(?:$|(?=[\w\\(\[{$|.-])(?!(?i:or|and|not|is|nor)\b))"
 )
 _BASED = re.compile(
-    r"(- )?(\( )?((?=[A-Z ]*\d)[0-9A-Z]++(?: [0-9A-Z]++)*?) (?(2)\) )(?:IN )?(?:_|BASE) [{( ]*(?:BASE )?(\w+)[ })]*"
+    r"(- )?(\( )?((?=[A-Z ]*\d)[0-9A-Z]++(?: [0-9A-Z]++)*?) (?(2)\) )(?:IN )?"
+    r"[{( ]*(?:_|BASE) [{( ]*(?:BASE )?(\w+)[ })]*"
 )
 
 
-_VERDICTS = ("yes", "no", "true", "false")
 _MONTHS = words("january february march april may june july august september october november december")
-_EMPTY = re.compile(
-    r"no(?:such|real)?(?:solution|value|number)s?(?:exists?)?|none(?:exists?)?|emptyset|null(?:set|solution)|inconsistent"
+_BY_ABBREVIATION = {month[:3]: month for month in _MONTHS}
+_DAYS = re.compile(r"\d+|st|nd|rd|th|of|the")
+# Words that may go where others are left: of `The series is convergent`, `an even function`.
+_FILLERS = frozenset(
+    words("the an it is are has have on angled function series sequence graph number numbers one point triangle")
 )
-_REALS = re.compile(r"(?:setof)?(?:(?:all|every|any)reals?(?:numbers?|values?|x)?|realnumbers)")
-_SAME_WORDS = {"else": "otherwise", "elsewhere": "otherwise", "dne": "doesnotexist",
-               "limitdoesnotexist": "doesnotexist", "correct": "true", "incorrect": "false",
-               "infinitelymanysolutions": "infinitelymany", "infinitenumberofsolutions": "infinitelymany"}  # fmt: skip
-
-
-def word_key(tokens: list[Token] | tuple[Token, ...]) -> str:
-    """Return words as a key of lower-case letters and digits, without the article or the subject that they begin with.
-
-    ``The sequence is convergent`` is ``convergent``, ``There is no solution`` is ``no solution``.
-    """
-    words = [token.text.casefold() for token in tokens if token.kind in ("letters", "number")]
-    at = max((k for k, word in enumerate(words[:-1]) if word in ("is", "are", "has", "have")), default=-1)
-    if at > 0 and words[0] in ("the", "it", "there", "this", "they") and "not" not in words[:at]:
-        words = words[at + 1 :]
-    words = words[1:] if len(words) > 1 and words[0] in _ARTICLES and len(words[1]) > 1 else words
-    if any(word in _MONTHS for word in words):  # `5 March 2023`
-        words = sorted(
-            (word for word in words if word not in ("st", "nd", "rd", "th", "of")), key=lambda word: (len(word), word)
+_EMPTY = re.compile(
+    r"no(?:such|real|value|solution|x)+s?(?:exists?)?|none(?:exists?)?|empty(?:set)?|null(?:set|solution)|inconsistent"
+    r"|doesnota?(?:real)?solutions?"
+)
+_REALS = re.compile(r"(?:setof)?(?:all|every|any|(?=.*s$))(positive|negative|nonzero)?reals?(?:values?|x)?")
+_SIGNS = {"positive": "^+", "negative": "^-", "nonzero": "^*", None: ""}
+_SAME_WORDS = {
+    spelling: key
+    for key, spellings in (
+        entry.split("=")
+        for entry in words(
+            "otherwise=else,elsewhere doesnotexist=dne,undefined,limitdoesnotexist yes=true,correct no=false,incorrect "
+            "infinitelymany=infinite,infinitelymanysolutions,infinitenumberofsolutions converges=convergent,converge "
+            "diverges=divergent,diverge,notconvergent,doesnotconverge"
         )
-    key = "".join(words)
-    return _SAME_WORDS.get(key, key)
+    )
+    for spelling in spellings.split(",")
+}
+
+
+def known_word(text: str) -> str:
+    """``text`` in small letters, or the usual word for it: ``true`` is ``yes``."""
+    small = text.casefold()
+    return _SAME_WORDS.get(small, small)
+
+
+def _month(word: str) -> str:
+    """The month that ``word`` names, also in three letters; "" for others."""
+    month = _BY_ABBREVIATION.get(word[:3], "")
+    return month if word in (month, month[:3]) else ""
+
+
+def word_key(tokens: Sequence[Token]) -> str:
+    """Return words as a key of lower-case letters and digits, without those that say nothing.
+
+    ``The sequence is convergent`` is ``converges``, ``There is no solution`` is ``no solution``.
+    """
+    known = [token.text.casefold() for token in tokens if token.kind in ("letters", "number")]
+    if any(map(_month, known)):  # `5 March 2023`
+        known = sorted(_month(word) or word for word in known if word.isdigit() or not _DAYS.fullmatch(word))
+    at = max((k for k, word in enumerate(known[:-1]) if word in ("is", "are", "has", "have", "be")), default=-1)
+    if at > 0 and known[0] in ("the", "it", "there", "this", "they") and "not" not in known[:at]:
+        known = known[at + 1 :]
+    kept = [word for word in known if word not in _FILLERS]
+    while len(kept) > 1 and kept[0] == "a" and len(kept[1]) > 1:
+        del kept[0]
+    return known_word("".join(kept or known[-1:]))
 
 
 def phrase(tokens: tuple[Token, ...]) -> Node | None:
@@ -58,9 +85,8 @@ def phrase(tokens: tuple[Token, ...]) -> Node | None:
     if not tokens or any(is_known and not t.text.isdigit() for t, is_known in zip(tokens, known)):
         return None
     dated = [token.text.lower() for token in tokens if token.kind != "sign"]
-    others = [word for word in dated if word not in _MONTHS]
-    is_date = all(word.isdigit() or word in ("st", "nd", "rd", "th", "of") for word in others)
-    if is_date and 1 < len(dated) < 5 and len(others) == len(dated) - 1:
+    others = [word for word in dated if not _month(word)]
+    if 1 < len(dated) < 6 and len(others) == len(dated) - 1 and all(map(_DAYS.fullmatch, others)):
         return Node("word", value=word_key(tokens))
     items: list[list[Token]] = [[]]
     for token in tokens:
@@ -69,11 +95,8 @@ def phrase(tokens: tuple[Token, ...]) -> Node | None:
         else:
             items[-1].append(token)
     nodes = [_phrase_item(item) for item in items if item]
-    has_word = any(len(token.text) > 1 for token in tokens if token.kind == "letters")
-    if None in nodes or not nodes or not (has_word or any(node.kind == "word" for node in nodes)):
+    if None in nodes or all(node.kind == "name" for node in nodes):
         return None
-    if nodes[0].value in _VERDICTS and not any(node.value in _VERDICTS for node in nodes[1:]):
-        return nodes[0]  # `Yes, it converges`
     joined = "and" if any(token.text in ("and", "or") for token in tokens) else None  # in any order
     return nodes[0] if len(nodes) == 1 else Node("list", tuple(nodes), joined)
 
@@ -81,27 +104,28 @@ def phrase(tokens: tuple[Token, ...]) -> Node | None:
 def _phrase_item(tokens: list[Token]) -> Node | None:
     tokens = tokens[1:-1] if tokens[0].text == "(" and tokens[-1].text == ")" else tokens
     bare = [token for token in tokens if token.kind in ("letters", "number")]
-    if not bare or bare[0].kind != "letters" or bare[0].text.lower() in ("plus", "minus", "negative"):
+    if not bare or bare[0].kind != "letters" or (bare[1:] and bare[0].text.lower() in ("plus", "minus", "negative")):
         return None
-    if len(bare) == 2 and bare[0].text.lower() in ("option", "choice", "answer") and len(bare[1].text) == 1:
-        tokens = bare = bare[1:]
     signs = {token.text for token in tokens if token.kind == "sign"}
     if signs & set("()*!") or (signs & {"-", "'"} and not any(len(token.text) > 2 for token in bare)):
         return None  # `f(x)`, `a-b`, `n!`
     if len(bare) == 1 and len(bare[0].text) == 1:
         return Node("name", value=bare[0].text)
+    key = word_key(bare)
     if len(bare[0].text) <= 2 and any(token.kind == "number" for token in bare):  # `x 3`, not `Room 12`
         return None
-    key = word_key(bare)
     if _EMPTY.fullmatch(key):
         return Node("empty")
-    if _REALS.fullmatch(key):
-        return Node("domain", value="R")
-    letters = "".join(token.text for token in tokens)
-    if not (letters.isascii() and letters.isalpha()) or letters in COMMON_WORDS or any(t.roman for t in tokens):
-        return Node("word", value=key)
-    names = [Node("constant" if letter in "ei" else "name", value=letter) for letter in letters]
-    return Node("word", (reduce(lambda one, other: Node("mul", (one, other)), names),), key)  # `xy` may be a product
+    if reals := _REALS.fullmatch(key):
+        return Node("domain", value="R" + _SIGNS[reals[1]])
+    italic = not any(t.roman or t.kind == "number" or t.text.lower() in COMMON_WORDS for t in bare)
+    if (
+        italic
+        and key == "".join(t.text.casefold() for t in bare)
+        and (len(bare) == 1 or all(len(t.text) < 3 for t in bare))
+    ):
+        return None  # letters in italics are a product, which may be compared as a word
+    return Node("word", value=key)
 
 
 def option_of(tokens: tuple[Token, ...]) -> tuple[str, tuple[Token, ...]] | None:

@@ -25,11 +25,13 @@ _GRID = tuple(map(Fraction, (-(10**9), -1000, -100, *range(-20, 21), 100, 1000, 
 End = Fraction | float
 Test = Callable[[Fraction], bool]
 _DOMAINS: dict[str, Test] = {
-    "R": lambda at: True,
-    "R^+": lambda at: at > 0,
-    "Z": lambda at: at.denominator == 1,
-    "N": lambda at: at.denominator == 1 and at > 0,
-}
+    "R": lambda at: True, "Z": lambda at: at.denominator == 1, "N": lambda at: at.denominator == 1 and at > 0,
+}  # fmt: skip
+_MARKS: dict[str, Test] = {
+    "": lambda at: True, "+": lambda at: at > 0, "-": lambda at: at < 0, "*": lambda at: at != 0,
+    ">0": lambda at: at > 0, "<0": lambda at: at < 0, ">=0": lambda at: at >= 0, "<=0": lambda at: at <= 0,
+    "!=0": lambda at: at != 0,
+}  # fmt: skip
 
 
 def same_set(ours: Node, theirs: Node, algebra: Algebra) -> bool | None:
@@ -44,7 +46,7 @@ def same_set(ours: Node, theirs: Node, algebra: Algebra) -> bool | None:
         if node.kind == "comma" and not any(map(tests[k], points)):  # `x<2, x>3` means either
             tests[k] = reader.read(Node("or", node.args), "".join(names[k]))
     one, other = tests
-    return (not all(names) or names[0] == names[1]) and all(one(at) == other(at) for at in points)
+    return (not all(names) or names[0] == names[1] or {""} in names) and all(one(at) == other(at) for at in points)
 
 
 def _names(node: Node) -> set[str]:
@@ -72,7 +74,8 @@ class _Reader:
         """Return the test of the set that ``node`` describes with the variable ``name``; None if it is no such set."""
         kind, args = node.kind, node.args
         if kind == "domain":
-            return _DOMAINS.get(node.value)
+            members, mark = _DOMAINS.get(node.value[0]), _MARKS.get(node.value[2:])
+            return None if members is None or mark is None else lambda at: members(at) and mark(at)
         if kind == "empty":
             return lambda at: False
         if kind == "tuple":
@@ -84,13 +87,13 @@ class _Reader:
             return self._relation(node, name)
         if kind == "builder":
             return self._builder(*args)
-        parts = [self.read(arg, name) for arg in args] if kind in DESCRIBE_SETS else [None]
+        parts = [self.read(arg, name) for arg in args] if kind in DESCRIBE_SETS or kind == "list" else [None]
         if None in parts:
             return None
         first, *others = parts
         if kind == "difference":
             return lambda at: first(at) and not any(part(at) for part in others)
-        rule = any if kind in ("union", "or") else all
+        rule = any if kind in ("union", "or", "list") else all
         return lambda at: rule(part(at) for part in parts)
 
     def _end(self, node: Node) -> End | None:

@@ -53,6 +53,8 @@ def number(value: int | Fraction) -> Node:
 
 
 def negative(node: Node) -> Node:
+    if node.kind in ("quantity", "percent"):  # the unit is outside of the sign
+        return Node(node.kind, (negative(node.args[0]),), node.value)
     return Node("neg", (node,))
 
 
@@ -105,6 +107,11 @@ class Algebra:
         if value is None and not has_names(node):
             raise NeedsWorker
         return value
+
+
+def is_unknown(node: Node) -> bool:
+    """Whether ``node`` is the value of a function of which nothing is known: ``f(x)``, ``g'(2)``, ``F_1(t)``."""
+    return node.kind == "call" and node.value[0] in "fghFGH" and node.value[1:2] in ("", "_", "'")
 
 
 def names_in(node: Node) -> set[str]:

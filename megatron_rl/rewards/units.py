@@ -59,12 +59,12 @@ _OTHER = (
     ("month months", 1, "month"), ("year years yr yrs", 12, "month"), ("lb lbs pound pounds", "453.59237", "g"),
     ("oz ounce ounces", "28.349523125", "g"), ("ton tons", 1, "ton"), ("tonne tonnes", 1000000, "g"),
     ("acre acres", "4046.8564224", "m2"), ("hectare hectares ha", 10000, "m2"),
-    ("gal gallon gallons", 8, "pint"), ("quart quarts", 2, "pint"), ("pint pints", 1, "pint"),
+    ("gal gallon gallons", 8, "pint"), ("qt qts quart quarts", 2, "pint"), ("pt pts pint pints", 1, "pint"),
     ("cup cups", "1/2", "pint"),
     ("atm", 101325000, "g m-1 s-2"), ("celsius", 1, "celsius"), ("fahrenheit", 1, "fahrenheit"),
     ("erg ergs", 1, "erg"), ("dyne dynes dyn", 1, "dyne"), ("angstrom angstroms Å", "1e-10", "m"),
     ("ly", 1, "light year"), ("AU au", 1, "au"), ("rpm", 1, "rpm"), ("kn knot knots", 1, "knot"),
-    ("bit bits", 1, "bit"), ("M", 1000, "mol m-3"), ("rev revs revolution revolutions", 1, "rev"), ("amu", 1, "amu"),
+    ("bit bits", 1, "bit"), ("cc ccs", "1e-6", "m3"), ("M", 1000, "mol m-3"), ("rev revs revolution revolutions", 1, "rev"), ("amu", 1, "amu"),
     ("G gauss", 1, "gauss"), ("kWh", 3600000000, "g m2 s-2"), ("kph kmh", "5/18", "m s-1"), ("mph", "0.44704", "m s-1"),
 )  # fmt: skip
 
@@ -95,8 +95,9 @@ _SIGN_UNITS, _WORD_UNITS = _table()
 DEGREE = _WORD_UNITS["degree"]
 RADIAN = _WORD_UNITS["radian"]
 ARC_MINUTE, ARC_SECOND = _WORD_UNITS["arcmin"], _WORD_UNITS["arcsec"]
-CURRENCIES = {"$": _WORD_UNITS["dollar"], r"\euro": _WORD_UNITS["euro"], r"\pounds": _WORD_UNITS["gbp"],
-              r"\yen": _WORD_UNITS["yen"], r"\rupee": _WORD_UNITS["rupee"]}  # fmt: skip
+CURRENCIES = {sign: _WORD_UNITS[word] for sign, word in zip(
+    words(r"$ \euro \pounds \yen \rupee USD EUR GBP CNY RMB"),
+    words("dollar euro gbp yen rupee dollar euro gbp yuan yuan"))}  # fmt: skip
 _SCALES = (_WORD_UNITS["celsius"], _WORD_UNITS["fahrenheit"])
 COUNT = Unit()
 MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -168,6 +169,7 @@ class Cursor:
         self._position = 0
         self._depth = 0
         self._unit_letters = unit_letters
+        self._rows = 0  # environments that are open
         self._context = ""  # the bracket at hand, where a sign means something else there: "set", "bars", "french"
 
     def _peek(self, ahead: int = 0) -> Token:
@@ -175,8 +177,8 @@ class Cursor:
         return self._tokens[at] if at < len(self._tokens) else END
 
     def _at(self, *texts: str) -> bool:
-        token = self._peek()
-        return token.kind != "letters" and token.text in texts
+        token = self._tokens[self._position] if self._position < len(self._tokens) else END
+        return token.text in texts and token.kind != "letters"
 
     def _take(self, *texts: str) -> bool:
         count = self._at(*texts)
@@ -234,6 +236,7 @@ class UnitCursor(Cursor):
             self._position = start
             return self._counted()
         unit = self._per(unit)
+        self._take_word(*_TRAILING)
         substance = self._words_from(self._position + 1)
         if self._word_at() == "of" and is_substance([token.text for token in substance]):
             self._position += 1 + len(substance)
@@ -258,6 +261,8 @@ class UnitCursor(Cursor):
             lead = LEADING_POWERS.get(self._word_at(), 0)
             ahead = (1 + (self._text_at(1) == ".")) if lead else 0
             unit, width = self._unit_word(ahead)
+            if self._at(r"\frac"):
+                unit, width = self._unit_fraction(), 0
             if unit is None:
                 return total
             self._position += ahead + width
@@ -265,6 +270,17 @@ class UnitCursor(Cursor):
             total = (total or Unit()).times(unit, (lead or 1) * self._unit_power())
             if self._at("*") and self._unit_word(1)[0] is not None:
                 self._position += 1
+
+    def _unit_fraction(self) -> Unit | None:
+        """``\\frac{\\text{m}}{\\text{s}}``; None if it is no fraction of units."""
+        start, parts = self._position, []
+        self._position += 1
+        for _ in "ab":
+            parts.append(self._unit_product() if self._take("{") else None)
+            if parts[-1] is None or not self._take("}"):
+                self._position = start
+                return None
+        return parts[0].times(parts[1], -1)
 
     def _take_word(self, *words: str) -> bool:
         is_next = self._word_at() in words
