@@ -13,7 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from itertools import chain, product
+from itertools import chain, islice, product
 
 import mpmath
 
@@ -25,10 +25,9 @@ _MP.prec = 400
 _MAX_MAGNITUDE = 1 << 14  # largest number of bits before the binary point of an intermediate value
 _AGREE = _MP.mpf(10) ** -60  # relative difference of equal values
 _ZERO = _MP.mpf(10) ** -90
-_SCALES = tuple(Fraction(*size) for size in ((1,), (-1,), (1, 5), (-1, 5), (9,), (60,), (700,), (-9,)))
 _STEPS = frozenset(["floor", "ceil", "sign", "gcd", "lcm", "sum", "prod"])
 _WHOLE, _HALVES = (1, 2, 3, 6, 4, 5), (0.5, -2, -1.5, 3, 0, 2.5)
-_DRAWS = 90  # points that are drawn at most where an expression has few values
+_FIRST, _DRAWS = 8, 90  # points that are drawn, and at most where an expression has few values
 _ENDS = (Fraction(2, 9), Fraction(3, 7), Fraction(7, 11), Fraction(12, 13))  # where integrands are compared
 _MIN_POINTS = 2
 _NEAR_WHOLE = _MP.mpf(10) ** -60
@@ -55,7 +54,7 @@ class NumericAlgebra(Algebra):
         if names != _names(other) or not names:
             return False
         ratios = []
-        for point in _points(names):
+        for point in islice(_points(names), _FIRST):
             values = _values_at(one, other, point, _MP.e)
             if values is not None and abs(values[1]) > _ZERO:
                 ratios.append(values[0] / values[1])
@@ -89,17 +88,6 @@ def _names(*nodes: Node) -> list[str]:
     return sorted({part.value for node in nodes for part in walk(node) if part.kind == "name"} - {"ldots"})
 
 
-def _points(names: list[str]) -> Iterator[dict[str, Value]]:
-    """Yield arbitrary fractions of several sizes and signs."""
-    for k, scale in enumerate(_SCALES):
-        point = {}
-        for j, name in enumerate(names):
-            size = Fraction((37 * (j + 1) + 53 * (k + 1) ** 2) % 97 + 20, 71) * abs(scale)
-            flip = scale < 0 and (len(names) == 1 or (j + k) % 2 == 0)
-            point[name] = _MP.mpf((-size if flip else size).numerator) / size.denominator
-        yield point
-
-
 def _whole_points(names: list[str], halves: bool = False) -> Iterator[dict[str, Value]]:
     """Yield small whole numbers, and half numbers for variables that are not named from i to n."""
     for k in range(len(_WHOLE)):
@@ -107,22 +95,22 @@ def _whole_points(names: list[str], halves: bool = False) -> Iterator[dict[str, 
         yield {name: _MP.mpf(values[j][(k + 2 * j) % len(_WHOLE)]) for j, name in enumerate(names)}
 
 
-def _drawn_points(names: list[str]) -> Iterator[dict[str, Value]]:
-    """Yield many points, half of them between -8 and 8, the others of any size."""
+def _points(names: list[str]) -> Iterator[dict[str, Value]]:
+    """Yield points of both signs, in turn from each of the decades between 0.1 and 1000."""
     state = 1
     for k in range(_DRAWS):
         point = {}
-        for name in names:
+        for j, name in enumerate(names):
             state = state * 48271 % 2147483647
-            share = _MP.mpf(state) / 2147483647
-            point[name] = 16 * share - 8 if k % 2 else 10 ** (7 * share - 3)
+            sign = -1 if (k + j * (k // 2)) % 2 else 1
+            point[name] = sign * 10 ** (k // 2 % 4 - 1 + _MP.mpf(state) / 2147483647)
         yield point
 
 
 def _solves(one: Node, other: Node, names: list[str]) -> bool:
     """Whether ``other`` is zero where ``one`` is, at points found by the names in which ``one`` is linear."""
     solved = 0
-    for name, point in product(names, _points(names)):
+    for name, point in product(names, islice(_points(names), _FIRST)):
         values = [_values_at(one, other, {**point, name: _MP.mpf(k)}, _MP.e) for k in (1, 2, 3)]
         if None in values:
             continue
@@ -145,18 +133,20 @@ def _agree(one: Node, other: Node, log_base: Value) -> bool:
     has_i = any(part.kind == "constant" and part.value == "i" for part in parts)
     has_steps = any(part.kind == "call" and part.value in _STEPS for part in parts)
     whole = has_steps and any(name[0] in "ijklmnN" for name in names)
+    drawn = _points(names)
+    first = [_whole_points(names, halves=True)] * has_steps + [islice(drawn, _FIRST)] * (not whole)
     seen = 0
-    needed = len(_SCALES) * (not whole) + len(_WHOLE) * has_steps
-    points = [] if whole else [_points(names)]
-    points += [_whole_points(names, halves=True)] if has_steps else []
-    for k, point in enumerate(chain(*points, _whole_points(names), _drawn_points(names))):
-        if (k in (needed, needed + len(_WHOLE)) and seen >= _MIN_POINTS) or seen > len(_SCALES) + len(_WHOLE):
-            break
-        values = _values_at(one, other, point, log_base, complex_too=has_i)
-        if values is not None and not _close(*values):
-            return False
-        seen += values is not None
-    return seen >= _MIN_POINTS
+    for points in (chain(*first), _whole_points(names), drawn):
+        for point in points:
+            values = _values_at(one, other, point, log_base, complex_too=has_i)
+            if values is not None and not _close(*values):
+                return False
+            seen += values is not None
+            if seen > _FIRST + len(_WHOLE):
+                break
+        if seen >= _MIN_POINTS:
+            return True
+    return False
 
 
 def _values_at(

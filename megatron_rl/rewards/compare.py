@@ -11,26 +11,20 @@ from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
 
-from megatron_rl.rewards import forms, units
+from megatron_rl.rewards import forms, tree, units
 from megatron_rl.rewards.grammar import readings
 from megatron_rl.rewards.latex import Unread, spelled, tokenize
 from megatron_rl.rewards.phrases import known_word
 from megatron_rl.rewards.sets import DESCRIBE_SETS, same_set
 from megatron_rl.rewards.tree import (
-    MIN_ROUNDED_DIGITS,
     Algebra,
     Node,
-    TooLarge,
     exact,
     exact_or_none,
     has_names,
     is_unfinished,
-    is_unknown,
     negative,
     number,
-    plain,
-    replaced,
-    rounds_to,
     walk,
 )
 
@@ -60,7 +54,7 @@ def same(candidate: str, gold: str, algebra: Algebra, accept_unevaluated: bool =
     comparison = _Comparison(algebra, accept_unevaluated)
     for ours in readings(candidate):
         for theirs in readings(gold):
-            with suppress(TooLarge):
+            with suppress(tree.TooLarge):
                 if comparison.equal(ours, theirs):
                     return True
     return False
@@ -206,7 +200,9 @@ class _Comparison:
         name = Node("name", value=theirs)
         shifts = [number(shift) for shift in (0, 1, -1, 2, -2)]
         return any(
-            self._algebra.equal(replaced(value, Node("name", value=parameter), Node("add", (k, shift))), their_value)
+            self._algebra.equal(
+                tree.replaced(value, Node("name", value=parameter), Node("add", (k, shift))), their_value
+            )
             for k in (name, negative(name))
             for shift in shifts
         )
@@ -293,7 +289,7 @@ class _Comparison:
 
     def _same_equation(self, ours: Sequence[Node], theirs: Sequence[Node]) -> bool:
         heads = ours[0], theirs[0]
-        if all(head.kind in ("name", "word") or is_unknown(head) for head in heads):
+        if all(head.kind in ("name", "word") or tree.is_unknown(head) for head in heads):
             ours, heads = forms.with_argument_of(ours, theirs)
             kinds = {head.kind for head in heads}
             if heads[0] == heads[1] or (kinds == {"name", "call"} and any(head.value == "y" for head in heads)):
@@ -353,19 +349,19 @@ class _Comparison:
             return False
         our_value, their_value = exact(ours), exact(theirs)
         if our_value is not None and their_value is not None:
-            decimals = [plain(node) for node in (ours, theirs)]
+            decimals = [tree.plain(node) for node in (ours, theirs)]
             shown = [decimal is not None and decimal.places is not None for decimal in decimals]
             if our_value == their_value or all(shown):
                 return our_value == their_value
-            return rounds_to(their_value, decimals[0]) or rounds_to(our_value, decimals[1])
+            return tree.rounds_to(their_value, decimals[0]) or tree.rounds_to(our_value, decimals[1])
         if has_names(ours) or has_names(theirs):
             return any(self._algebra.equal(*pair) for pair in forms.up_to_constants(ours, theirs))
         if our_value is not None or their_value is not None:  # the other has roots, functions or constants in it
             rational, other = (ours, theirs) if their_value is None else (theirs, ours)
-            written = plain(rational)
-            if written is not None and written.places is not None and written.significant >= MIN_ROUNDED_DIGITS:
+            written = tree.plain(rational)
+            if written is not None and written.places is not None and written.significant >= tree.MIN_ROUNDED_DIGITS:
                 value = self._algebra.value(other)
-                return value is not None and (rounds_to(value, written) or value == written.value)
+                return value is not None and (tree.rounds_to(value, written) or value == written.value)
             if rational is theirs and not self._accept_unevaluated and not is_unfinished(theirs):
                 return False  # `e^{\ln 5}` for 5: a rational value must be written as a rational number
         return self._algebra.equal(ours, theirs)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from megatron_rl.rewards.latex import COMMON_WORDS, FUNCTIONS, Token, Unread, words
 from megatron_rl.rewards.tree import Node
 
-_MATHEMATICS = FUNCTIONS | {"pi", "infinity", "inf", "oo", "sqrt", "mod"}
-_PUNCTUATION = frozenset([".", "'", '"', "-", "(", ")", "?", "!", "`", "*", ",", ";"])
+_MATHEMATICS = FUNCTIONS | {"pi", "infinity", "inf", "oo", "sqrt", "mod", "or", "and"}
+_PUNCTUATION = frozenset(".'\"-()?!`*")
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
           "eleven": 11, "twelve": 12, "sixteen": 16, "binary": 2, "octal": 8, "hex": 16}  # fmt: skip
 # Texts of tokens with a space between them: a choice and what stands behind it, and a numeral of a base.
@@ -80,50 +80,33 @@ def word_key(tokens: Sequence[Token]) -> str:
 
 
 def phrase(tokens: tuple[Token, ...]) -> Node | None:
-    """Return words, or a list of words and letters; None if the tokens are mathematics."""
-    known = (t.text in _MATHEMATICS if t.kind == "letters" else t.text not in _PUNCTUATION for t in tokens)
-    if not tokens or any(is_known and not t.text.isdigit() for t, is_known in zip(tokens, known)):
-        return None
-    dated = [token.text.lower() for token in tokens if token.kind != "sign"]
-    others = [word for word in dated if not _month(word)]
-    if 1 < len(dated) < 6 and len(others) == len(dated) - 1 and all(map(_DAYS.fullmatch, others)):
-        return Node("word", value=word_key(tokens))
-    items: list[list[Token]] = [[]]
-    for token in tokens:
-        if token.text in (",", ";", "or", "and"):
-            items.append([])
-        else:
-            items[-1].append(token)
-    nodes = [_phrase_item(item) for item in items if item]
-    if None in nodes or all(node.kind == "name" for node in nodes):
-        return None
-    joined = "and" if any(token.text in ("and", "or") for token in tokens) else None  # in any order
-    return nodes[0] if len(nodes) == 1 else Node("list", tuple(nodes), joined)
-
-
-def _phrase_item(tokens: list[Token]) -> Node | None:
-    tokens = tokens[1:-1] if tokens[0].text == "(" and tokens[-1].text == ")" else tokens
+    """Return the words, the date or the letter that ``tokens`` are; None if they are mathematics or a list."""
     bare = [token for token in tokens if token.kind in ("letters", "number")]
-    if not bare or bare[0].kind != "letters" or (bare[1:] and bare[0].text.lower() in ("plus", "minus", "negative")):
+    signs = {token.text for token in tokens if token.kind not in ("letters", "number")}
+    texts = [token.text.casefold() for token in bare]
+    others = [text for text in texts if not _month(text)]
+    if 0 < len(others) == len(texts) - 1 < 5 and all(map(_DAYS.fullmatch, others)) and signs <= {",", "."}:
+        return Node("word", value=word_key(bare))
+    if not bare or bare[0].kind != "letters" or not signs <= _PUNCTUATION or any(t.text in _MATHEMATICS for t in bare):
         return None
-    signs = {token.text for token in tokens if token.kind == "sign"}
-    if signs & set("()*!") or (signs & {"-", "'"} and not any(len(token.text) > 2 for token in bare)):
+    if bare[1:] and texts[0] in ("plus", "minus", "negative"):
+        return None
+    if tokens[0].text == "(" and tokens[-1].text == ")":
+        signs -= {"(", ")"}
+    if signs & set("()*!") or (signs & {"-", "'"} and all(len(text) < 3 for text in texts)):
         return None  # `f(x)`, `a-b`, `n!`
-    if len(bare) == 1 and len(bare[0].text) == 1:
-        return Node("name", value=bare[0].text)
-    key = word_key(bare)
-    if len(bare[0].text) <= 2 and any(token.kind == "number" for token in bare):  # `x 3`, not `Room 12`
+    has_number = any(token.kind == "number" for token in bare)
+    if (len(texts[0]) <= 2 and has_number) or (len(bare) == 1 and len(texts[0]) == 1):  # `x 3`, not `Room 12`
         return None
+    key = word_key(bare)
     if _EMPTY.fullmatch(key):
         return Node("empty")
     if reals := _REALS.fullmatch(key):
         return Node("domain", value="R" + _SIGNS[reals[1]])
-    italic = not any(t.roman or t.kind == "number" or t.text.lower() in COMMON_WORDS for t in bare)
-    if (
-        italic
-        and key == "".join(t.text.casefold() for t in bare)
-        and (len(bare) == 1 or all(len(t.text) < 3 for t in bare))
-    ):
+    plain = (
+        key == "".join(texts) and not has_number and not any(t.roman or t.text.lower() in COMMON_WORDS for t in bare)
+    )
+    if plain and (len(bare) == 1 or all(len(text) < 3 for text in texts)):
         return None  # letters in italics are a product, which may be compared as a word
     return Node("word", value=key)
 

@@ -60,11 +60,11 @@ _OTHER = (
     ("oz ounce ounces", "28.349523125", "g"), ("ton tons", 1, "ton"), ("tonne tonnes", 1000000, "g"),
     ("acre acres", "4046.8564224", "m2"), ("hectare hectares ha", 10000, "m2"),
     ("gal gallon gallons", 8, "pint"), ("qt qts quart quarts", 2, "pint"), ("pt pts pint pints", 1, "pint"),
-    ("cup cups", "1/2", "pint"),
+    ("cup cups", "1/2", "pint"), ("cc ccs", "1e-6", "m3"),
     ("atm", 101325000, "g m-1 s-2"), ("celsius", 1, "celsius"), ("fahrenheit", 1, "fahrenheit"),
     ("erg ergs", 1, "erg"), ("dyne dynes dyn", 1, "dyne"), ("angstrom angstroms Å", "1e-10", "m"),
     ("ly", 1, "light year"), ("AU au", 1, "au"), ("rpm", 1, "rpm"), ("kn knot knots", 1, "knot"),
-    ("bit bits", 1, "bit"), ("cc ccs", "1e-6", "m3"), ("M", 1000, "mol m-3"), ("rev revs revolution revolutions", 1, "rev"), ("amu", 1, "amu"),
+    ("bit bits", 1, "bit"), ("M", 1000, "mol m-3"), ("rev revs revolution revolutions", 1, "rev"), ("amu", 1, "amu"),
     ("G gauss", 1, "gauss"), ("kWh", 3600000000, "g m2 s-2"), ("kph kmh", "5/18", "m s-1"), ("mph", "0.44704", "m s-1"),
 )  # fmt: skip
 
