@@ -409,6 +409,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "rollout.enable_prefix_caching": (True, "equal beginnings of prompts are always computed once"),
     "schedule.weight_decay_end": (None, "the weight decay stays learner.optimizer.weight_decay"),
     "schedule.weight_decay_style": ("linear", "the weight decay stays learner.optimizer.weight_decay"),
+    "exact.kv_cache": (True, "keys and values of earlier tokens are always kept"),
     "exact.noise.in_validation": (False, "validation measures the policy without the dose"),
 }
 """Keys that earlier versions had: the value at which each did nothing, and what a recipe with another value is told.

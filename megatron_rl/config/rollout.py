@@ -343,8 +343,6 @@ class ExactConfig(Section):
     gate: Literal["all"] | PositiveInt = "all"
     """Sequences that each pass is compared on by the bit check: `all`, or this many, drawn anew in every step from the
     recipe's seed."""
-    kv_cache: bool = True
-    """Keep keys and values of earlier tokens; the probabilities are the same either way."""
 
     @property
     def dose(self) -> NoiseConfig | None:

@@ -115,8 +115,8 @@ class Decoder:
     """Token by token through the policy, on every rank of the layout; all methods are collective.
 
     ``token_logprobs``: the learner's own, so that mu is computed as po. ``max_tokens``: longest row of prompts that one
-    pass may take. ``max_sequences``: most that run at a time. ``kv_cache``: keep keys and values; without, a step is a
-    pass over all tokens. ``cache_gib``: of all pages; None: what the platform leaves, see `exact.decode`.
+    pass may take. ``max_sequences``: most that run at a time. ``cache_gib``: of all pages; None: what the platform
+    leaves.
     """
 
     def __init__(
@@ -128,14 +128,13 @@ class Decoder:
         *,
         max_tokens: int,
         max_sequences: int,
-        kv_cache: bool,
         cache_gib: float | None = None,
         utilization: float = 0.9,
         capture: Capture | None = None,
     ):
         self._token_logprobs = token_logprobs
         self.vocab_size, self.device, self.passes = vocab_size, device, GenerationPasses(module, device)
-        self.max_tokens, self.max_sequences, self.kv_cache = max_tokens, max_sequences, kv_cache
+        self.max_tokens, self.max_sequences = max_tokens, max_sequences
         self.cache_gib, self._utilization, self.capture = cache_gib, utilization, capture
         self.bucket, self.steps = rows_and_steps(device)
         self._replica = parallel_state.get_data_parallel_rank()
@@ -174,31 +173,29 @@ class Decoder:
         )
         with self.passes.evaluating():
             turns.run()
-        pages = None if cache is None else cache.num_pages - 1  # one is for rows of padding
+        pages = cache.num_pages - 1  # one is for rows of padding
         self.stats = turns.counts.metrics(schedule.num_preempted, pages, self._num_replicas)
         return numbers_here, responses
 
     def _plan(
         self, prompts: list[list[int]], limits: list[int], numbers_here: range, most_steps: int | None
-    ) -> tuple[Schedule, PagedCache | None]:
+    ) -> tuple[Schedule, PagedCache]:
         """The schedule of this replica's sequences, and the cache that it shares out."""
         longest = max((len(p) + n for p, n in zip(prompts, limits, strict=True)), default=1)
         most = -(-len(prompts) // self._num_replicas)  # as many on every replica, so that caches are alike
         rows = max(1, min(most, self.max_sequences))
-        pages, cache = rows * (num_pages(longest) + 2) + 1, None
-        if self.kv_cache:
-            cache = make_cache(self.passes.module, pages, longest, self.device, self.cache_gib, self._utilization)
-            pages = cache.num_pages
-            if self.passes.step_forward is not None:
-                self.passes.step_forward.begin(longest)
+        wanted = rows * (num_pages(longest) + 2) + 1
+        cache = make_cache(self.passes.module, wanted, longest, self.device, self.cache_gib, self._utilization)
+        if self.passes.step_forward is not None:
+            self.passes.step_forward.begin(longest)
         numbers: dict[tuple[int, ...], int] = {}
         schedule = Schedule(
             np.array([len(prompts[i]) for i in numbers_here], np.int64),
             np.array([limits[i] for i in numbers_here], np.int64),
             [numbers.setdefault(tuple(prompts[i]), len(numbers)) for i in numbers_here],
-            Pages(pages),
+            Pages(cache.num_pages),
             rows,
-            min(self.steps, most_steps or self.steps) if self.kv_cache else 1,
+            min(self.steps, most_steps or self.steps),
         )
         return schedule, cache
 

@@ -130,12 +130,6 @@ class Schedule:
         for row in sorted(rows, reverse=True):
             self._leave(row)
 
-    def begin_anew(self) -> None:
-        """Every row leaves, for a pass over all of its tokens in the next turn: generation without a cache."""
-        self._waiting.extendleft(reversed(self.rows))
-        for row in reversed(range(len(self.rows))):
-            self._leave(row)
-
     # -- within
 
     def _needed(self, sequences: list[int] | int) -> np.ndarray:

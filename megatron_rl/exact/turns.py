@@ -138,24 +138,20 @@ class Counts:
         self.pages += pages
         self.most_pages = max(self.most_pages, pages)
 
-    def metrics(self, preempted: int, num_pages: int | None, num_replicas: int) -> dict[str, float]:
+    def metrics(self, preempted: int, num_pages: int, num_replicas: int) -> dict[str, float]:
         """`perf/rollout_*` of all replicas, the same on every rank. Collective.
 
         ``preempted``: times that a sequence of this replica gave up its pages. ``num_pages``: that its cache has for
-        sequences; None without one. Replicas take the same number of turns, and ranks of a replica count the same.
+        sequences. Replicas take the same number of turns, and ranks of a replica count the same.
         """
         of_ranks = gather_objects((preempted, self.running, self.waiting, self.pages, self.most_pages))
         columns = list(zip(*of_ranks, strict=True))
         preempted, running, waiting, pages = (sum(column) for column in columns[:4])
         taken = max(1, self.turns) * len(of_ranks)
-        values = {
+        return {
             "perf/rollout_preempted": preempted * num_replicas / len(of_ranks),
             "perf/rollout_running": running / taken,
             "perf/rollout_waiting": waiting / taken,
-        }
-        if num_pages is None:
-            return values
-        return values | {
             "perf/rollout_pages": pages / taken,
             "perf/rollout_pages_max": float(max(columns[4])),
             "perf/rollout_pages_there": float(num_pages),
@@ -211,9 +207,9 @@ class First:
 class Turns:
     """The responses of one replica while they grow; all methods are collective.
 
-    ``numbers`` [m]: by which ``chooser`` knows the sequences. ``prompts`` [m]: theirs. ``cache``: None where a step is
-    a pass over all tokens. ``found`` is filled. ``capture``: how steps become graphs; None: they are launched one by
-    one, as they are where a dose, a watch or ``chooser`` works on the host.
+    ``numbers`` [m]: by which ``chooser`` knows the sequences. ``prompts`` [m]: theirs. ``found`` is filled.
+    ``capture``: how steps become graphs; None: they are launched one by one, as they are where a dose, a watch or
+    ``chooser`` works on the host.
     """
 
     def __init__(
@@ -225,7 +221,7 @@ class Turns:
         *,
         numbers: range,
         prompts: list[list[int]],
-        cache: PagedCache | None,
+        cache: PagedCache,
         stop: frozenset[int],
         bucket: int,
         max_tokens: int,
@@ -260,7 +256,7 @@ class Turns:
             self._compute(part)
         first = self._first(begun)
         rows = self._rows(first, *shape)
-        sampled = self._steps(rows, num_steps if self._cache is not None else 0)
+        sampled = self._steps(rows, num_steps)
         self._look(rows, first, sampled)
         return True
 
@@ -287,7 +283,7 @@ class Turns:
             return None
         schedule = self._schedule
         copies = [copy for whole in begun for copy in whole.copies]
-        if copies and self._cache is not None:
+        if copies:
             self._cache.copy(*map(list, zip(*copies, strict=True)))
         sequences = np.array([i for whole in begun for i in whole.sequences])
         logits = torch.stack([whole.logits for whole in begun for _ in whole.sequences])
@@ -362,5 +358,3 @@ class Turns:
             schedule.made[numbers] += counts.sum(1)
         alive = rows.alive.numpy(force=True)[: len(numbers)]
         schedule.end(np.flatnonzero(~alive).tolist())
-        if self._cache is None:
-            schedule.begin_anew()

@@ -405,7 +405,6 @@ class Learner:
             token_logprobs,
             max_tokens=self.config.max_tokens_per_microbatch,
             max_sequences=rollout.max_num_seqs,
-            kv_cache=self.recipe.exact.kv_cache,
             cache_gib=rollout.kv_cache_gib,
             utilization=rollout.gpu_memory_utilization,
             capture=capture_for(self.device, rollout.enforce_eager),

@@ -60,7 +60,6 @@ def call_all(dtype: torch.dtype) -> None:
     tiles, nothing = attention.query_tiles([64], 8, query.device), torch.zeros_like(numbers)
     attention.packed_attention(query, key, key.clone(), tiles, nothing, numbers, nothing[:1], 0.1)
     cache, pages = torch.zeros(4, 32, 2, 128, dtype=dtype), torch.zeros(64, 4, dtype=torch.int64)
-    attention.paged_attention(query, cache, cache.clone(), tiles, nothing, numbers, pages, 0.1)
     attention.step_attention(query, cache, cache.clone(), numbers, pages, 0.1)
 
 

@@ -360,7 +360,7 @@ def _sequences(lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attention(dtype: torch.dtype) -> dict[str, Any]:
-    """A training pass, prompts in pages and single steps in pages, of any sequences beside each other."""
+    """A training pass, and single steps in pages, of any sequences beside each other."""
     from megatron_rl.exact import invariant
     from megatron_rl.exact.kernels import attention as kernels
 
@@ -381,7 +381,6 @@ def attention(dtype: torch.dtype) -> dict[str, Any]:
         rows = some_rows(total, 4)
         computed = kernels.step_attention(query[rows], *cache.unbind(), positions[rows], pages[sequences[rows]], scale)
         different += not torch.equal(computed, whole[rows])
-    prompts = kernels.paged_attention(query, *cache.unbind(), tiles, sequences, positions, pages, scale)
     padded = [F.pad(x[:70], (0, 0, 0, 0, 0, 26)).transpose(0, 1)[None] for x in (query, key, value)]
     cpu = invariant.attention(*padded, torch.arange(96)[None].clamp(max=69), scale)[0].transpose(0, 1)[:70]
     q, k, v = (x[:70].double().transpose(0, 1) for x in (query, key, value))
@@ -400,7 +399,6 @@ def attention(dtype: torch.dtype) -> dict[str, Any]:
         rounded = bound * (1 + unit_roundoff(dtype)) + unit_roundoff(dtype) * size + least * v.abs().sum(1)
     return {
         "different": different,
-        "prompts": torch.equal(prompts, whole),
         "error": error(whole[:70], exact, rounded),
         "cpu": error(cpu, exact, bound),
     }
@@ -451,11 +449,11 @@ def layer(dtype: torch.dtype) -> dict[str, Any]:
             cache[:, pages[numbers, places // 32], places % 32] = torch.stack([k, v])
             if tiles is None:
                 return attention.step_attention(q, *cache.unbind(), places, pages[numbers], 0.25)
-            return attention.paged_attention(q, *cache.unbind(), tiles, numbers, places, pages, 0.25)
+            return attention.packed_attention(q, k, v, tiles, numbers, places, first_of_prompts, 0.25)
 
         joined[some] = forward(x[some], positions[some], paged)
 
-    prompts = [30, 2, 7]
+    prompts, first_of_prompts = [30, 2, 7], torch.tensor([0, 30, 32])
     first = torch.cat([torch.arange(n) + start for n, start in zip(prompts, starts, strict=True)])
     generate(first, attention.query_tiles(prompts, heads // kv_heads, x.device))
     for step in range(max(length - n for length, n in zip(lengths, prompts, strict=True))):

@@ -107,28 +107,24 @@ def _split(
 
 @triton.jit
 def _attend(
-    query, key, value, out, tiles, sequences, positions, starts, pages, scale,
-    num_heads, groups, width, most_pages, stride_page, stride_token, stride_head,
+    query, key, value, out, tiles, sequences, positions, starts, scale,
+    num_heads, groups, width, stride_token, stride_head,
     ROWS: tl.constexpr, KEY_BLOCK: tl.constexpr, SPLIT: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-    PAGED: tl.constexpr, INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Some queries of one sequence that follow each other, and all splits of its keys, one after the other."""
     place, row_mask, number, used = _places(tiles, num_heads, groups, width, ROWS, GROUPS, WIDTH, False)
     q = tl.load(query + place, mask=row_mask, other=0.0)
     last = tl.load(positions + number, mask=used, other=0).to(tl.int32)
     sequence = tl.load(sequences + tl.load(tiles + 2 * tl.program_id(0))).to(tl.int64)
-    start = 0
-    if PAGED:
-        pages += sequence * most_pages
-    else:
-        start = tl.load(starts + sequence).to(tl.int64)
+    start = tl.load(starts + sequence).to(tl.int64)
     top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     result = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     for split in range(tl.max(last, axis=0) // (KEY_BLOCK * SPLIT) + 1):
         part_top, part_total, part = _split(
-            q, last, key, value, start, pages, scale, split, width, stride_page, stride_token, stride_head,
-            ROWS, KEY_BLOCK, SPLIT, WIDTH, PAGED, INTERPRETED,
+            q, last, key, value, start, starts, scale, split, width, 0, stride_token, stride_head,
+            ROWS, KEY_BLOCK, SPLIT, WIDTH, False, INTERPRETED,
         )  # fmt: skip
         top, total, result = _join(top, total, result, part_top, part_total, part)
     tl.store(out + place, rounded(result / total[:, None], out.dtype.element_ty, INTERPRETED), mask=row_mask)
@@ -218,30 +214,17 @@ def packed_attention(
         [N, H, D] in the dtype of ``query``; scores and sums are fp32.
     """
     _fits("packed_attention", query, key, value, sequences, positions)
-    return _launch(query, key, value, tiles, sequences, positions, starts, None, scale)
-
-
-def paged_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    tiles: torch.Tensor,
-    sequences: torch.Tensor,
-    positions: torch.Tensor,
-    pages: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """As `packed_attention`, to keys in a cache. Sequences may share pages: those of a common prompt.
-
-    Args:
-        query: [N, H, D], those of each sequence one after the other.
-        key, value: [pages, KEY_BLOCK, H/groups, D], with the same strides.
-        tiles, sequences, positions: as there.
-        pages: [S, most] integers, the page of each block of `KEY_BLOCK` tokens of a sequence.
-    """
-    _fits("paged_attention", query, key, value, sequences, positions)
-    _is_paged("paged_attention", key, pages)
-    return _launch(query, key, value, tiles, sequences, positions, None, pages.contiguous(), scale)
+    query = query.contiguous()
+    out = torch.empty_like(query)
+    num_heads, width, kv_heads = query.size(1), query.size(2), key.size(-2)
+    groups = num_heads // kv_heads
+    if out.numel():
+        _attend[(len(tiles), kv_heads)](
+            query, key, value, out, tiles, sequences, positions, starts, scale,
+            num_heads, groups, width, key.stride(0), key.stride(1),
+            ROWS, KEY_BLOCK, SPLIT, whole(groups), max(16, whole(width)), INTERPRETED, **launch(query.dtype),
+        )  # fmt: skip
+    return out
 
 
 def step_attention(
@@ -252,18 +235,22 @@ def step_attention(
     pages: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """As `paged_attention` of one query of each of n sequences, with the same bits: the splits of a query's keys are
-    programs of their own, and another kernel joins them.
+    """As `packed_attention` of one query of each of n sequences to keys in a cache, with the same bits: the splits of a
+    query's keys are programs of their own, and another kernel joins them. Sequences may share pages: those of a common
+    prompt.
 
     Args:
         query: [n, H, D].
+        key, value: [pages, KEY_BLOCK, H/groups, D], with the same strides.
         positions: [n] integers, the last key that each query sees.
-        pages: [n, most].
+        pages: [n, most] integers, the page of each block of `KEY_BLOCK` tokens of a sequence.
     """
     _fits("step_attention", query, key, value, positions)
-    _is_paged("step_attention", key, pages)
-    if len(pages) != len(query):
-        raise ValueError(f"step_attention: {len(pages)} rows of pages for {len(query)} queries")
+    if key.dim() != 4 or key.size(1) != KEY_BLOCK or pages.dim() != 2 or len(pages) != len(query):
+        raise ValueError(
+            f"step_attention: keys {tuple(key.shape)}, pages {tuple(pages.shape)} of {len(query)} queries; expected "
+            f"[pages, {KEY_BLOCK}, H/groups, D] and [n, most]"
+        )
     query, pages = query.contiguous(), pages.contiguous()
     out = torch.empty_like(query)
     num_heads, width, kv_heads = query.size(1), query.size(2), key.size(-2)
@@ -284,14 +271,6 @@ def step_attention(
     return out
 
 
-def _is_paged(name: str, key: torch.Tensor, pages: torch.Tensor) -> None:
-    if key.dim() != 4 or key.size(1) != KEY_BLOCK or pages.dim() != 2:
-        raise ValueError(
-            f"{name}: keys {tuple(key.shape)}, pages {tuple(pages.shape)}; expected [pages, {KEY_BLOCK}, H/groups, D] "
-            "and [S, most]"
-        )
-
-
 def _fits(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *numbers: torch.Tensor) -> None:
     check(name, query, key, value)
     heads, width = key.shape[-2:]
@@ -304,29 +283,3 @@ def _fits(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         raise ValueError(f"{name}: D must be contiguous, and sequences and positions [N]")
     if query.size(1) // heads > ROWS:
         raise ValueError(f"{name}: {query.size(1) // heads} heads share a key head; at most {ROWS}")
-
-
-def _launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    tiles: torch.Tensor,
-    sequences: torch.Tensor,
-    positions: torch.Tensor,
-    starts: torch.Tensor | None,
-    pages: torch.Tensor | None,
-    scale: float,
-) -> torch.Tensor:
-    query = query.contiguous()
-    out = torch.empty_like(query)
-    num_heads, width, kv_heads = query.size(1), query.size(2), key.size(-2)
-    groups = num_heads // kv_heads
-    if out.numel():
-        _attend[(len(tiles), kv_heads)](
-            query, key, value, out, tiles, sequences, positions, starts, pages, scale,
-            num_heads, groups, width, 0 if pages is None else pages.size(1),
-            key.stride(0), key.stride(-3), key.stride(-2),
-            ROWS, KEY_BLOCK, SPLIT, whole(groups), max(16, whole(width)), pages is not None, INTERPRETED,
-            **launch(query.dtype),
-        )  # fmt: skip
-    return out

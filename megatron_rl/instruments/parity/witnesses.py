@@ -281,7 +281,7 @@ def hold_against_generation(record: Record, module: torch.nn.Module, vocabulary:
     differ in a bit. On one rank.
     """
     device = next(module.parameters()).device
-    options = {"max_tokens": len(record.tokens), "max_sequences": len(record.lengths), "kv_cache": True}
+    options = {"max_tokens": len(record.tokens), "max_sequences": len(record.lengths)}
     decoder = Decoder(module, vocabulary, device, token_logprobs, **options)
     taps = {"embedding": "embedding", "final norm": "final_norm"}
     taps |= {f"layer {i}": f"{i}.output" for i in range(len(module.decoder.layers))}

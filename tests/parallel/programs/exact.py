@@ -108,7 +108,7 @@ def schedules(
     longest: int = 100,
     **sections: Any,
 ) -> dict[str, Any]:
-    """The same responses from every schedule: with and without a cache, a few rows at a time, several steps between two
+    """The same responses from every schedule: a few rows at a time, several steps between two
     looks, a cache so small that sequences give way to each other, the module itself in the place of `StepForward`, and
     steps that are captured and repeated. ``names``: of the schedules; none: all. ``number``: of prompts, of which each
     has two samples of up to ``longest`` tokens.
@@ -150,7 +150,6 @@ def run_again(body: Callable[[], None], _memory: list) -> Callable[[], None]:
 
 STOP = 6  # not the tokenizer's: some responses end by it, others are cut
 SCHEDULES = {
-    "without cache": {"kv_cache": False},
     "five rows": {"max_sequences": 5},
     "seven steps": {"steps": 7},
     "small cache": {"steps": 3},
@@ -307,7 +306,6 @@ def _dose(learner: Learner, generator: Generator, own: list[torch.Tensor]) -> di
     version = generator._policy_version
     groups = everywhere(generator.rollout(prompts(4), 4, policy_version=version, step=0))
     stats = generator.stats()
-    learner.recipe.exact.kv_cache = False
     learner.recipe.rollout.max_num_seqs = 7
     other = generator_of(learner)
     other._dose = generator._dose

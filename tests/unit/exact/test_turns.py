@@ -103,12 +103,9 @@ def test_means_over_turns_and_the_most():
     }
 
 
-def test_without_a_cache_there_are_no_pages_and_without_prompts_no_turns():
-    assert Counts().metrics(preempted=0, num_pages=None, num_replicas=1) == {
-        "perf/rollout_preempted": 0.0,
-        "perf/rollout_running": 0.0,
-        "perf/rollout_waiting": 0.0,
-    }
+def test_without_prompts_there_are_no_turns():
+    counted = Counts().metrics(preempted=0, num_pages=3, num_replicas=1)
+    assert {name for name, value in counted.items() if value} == {"perf/rollout_pages_there"}
 
 
 def test_replicas_are_summed_once_whatever_their_ranks(monkeypatch):
