@@ -264,14 +264,8 @@ class RolloutConfig(Section):
 
 NoiseKind = Literal["logits", "frozen", "router", "hidden", "weights", "stale"]
 NoiseOperator = Literal["input_norm", "o_proj", "second_norm", "mlp", "output"]
-SIZE_OF: dict[NoiseKind, str] = {
-    "logits": "std",
-    "frozen": "std",
-    "router": "std",
-    "hidden": "std",
-    "weights": "bits",
-    "stale": "updates",
-}
+SIZE_OF: dict[str, str] = dict.fromkeys(("logits", "frozen", "router", "hidden"), "std")
+SIZE_OF |= {"weights": "bits", "stale": "updates"}
 """The key that says how large a dose of each kind is."""
 
 

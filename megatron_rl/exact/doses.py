@@ -76,6 +76,17 @@ class Dose:
         """The module has got the weights of policy ``version``."""
 
 
+_PUT_OUT_BY = {
+    "input_norm": "input_layernorm",
+    "o_proj": "self_attention.linear_proj",
+    "second_norm": "pre_mlp_layernorm",
+    "mlp": "mlp",
+    "output": "",
+    None: "",
+}
+"""What of a layer puts the result of `exact.noise.operator` out; "": the layer itself."""
+
+
 class RowNoise(Dose):
     """Noise inside the model: on the routers' logits or on what layers put out."""
 
@@ -92,7 +103,7 @@ class RowNoise(Dose):
             if self.config.layers is not None and salt - 1 not in self.config.layers:
                 continue
             if self.config.kind == "hidden":
-                part = self._part(layer)
+                part = layer.get_submodule(_PUT_OUT_BY[self.config.operator])
                 undo.append(part.register_forward_hook(partial(self._on_hidden, salt)).remove)
                 continue
             for router in (part for part in layer.modules() if isinstance(part, TopKRouter)):
@@ -103,19 +114,6 @@ class RowNoise(Dose):
         finally:
             for restore in undo:
                 restore()
-
-    def _part(self, layer: torch.nn.Module) -> torch.nn.Module:
-        """What puts the operator's result out."""
-        match self.config.operator:
-            case "input_norm":
-                return layer.input_layernorm
-            case "o_proj":
-                return layer.self_attention.linear_proj
-            case "second_norm":
-                return layer.pre_mlp_layernorm
-            case "mlp":
-                return layer.mlp
-        return layer
 
     def _on_router(self, salt: int, gating: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         logits = gating(x)

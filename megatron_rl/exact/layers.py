@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
@@ -37,16 +36,14 @@ from megatron_rl.exact.invariant import (
     step_attention,
 )
 from megatron_rl.layers.attention import (
-    KeyNorm,
     PackedSequences,
-    QueryNorm,
     SDPACoreAttention,
     WideNorm,
     attend,
     padding_indices,
     padding_pays,
 )
-from megatron_rl.layers.cpu_layers import CosSinEmbedding, use_experts
+from megatron_rl.layers.cpu_layers import CosSinEmbedding, RotatingSelfAttention, use_experts
 
 
 class PagedCache:
@@ -144,10 +141,9 @@ class ExactCoreAttention(SDPACoreAttention):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
+        *_: Any,
         packed_seq_params: PackedSeqParams | None = None,
+        **__: Any,
     ) -> torch.Tensor:
         """``query`` [N, 1, H, D], ``key`` and ``value`` [N, 1, H/groups, D] → [N, 1, H·D]."""
         packed = packed_seq_params
@@ -321,12 +317,8 @@ def finish_exact_model(model: GPTModel) -> None:
         router.routing = partial(_routing, router, router.routing)
 
 
-class ExactSelfAttention(SelfAttention):
-    """Rotates queries and keys by `invariant.rotate`; the rotary embedding must be a `CosSinEmbedding`."""
-
-    def forward(self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        self._cos_sin = kwargs.pop("rotary_pos_emb")  # [N, 1, 1, D/2 + D/2]
-        return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs)
+class ExactSelfAttention(RotatingSelfAttention):
+    """Rotates queries and keys by `invariant.rotate`."""
 
     def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         query, key, *others = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
@@ -342,11 +334,7 @@ def norm_over_heads(norm: WideNorm, x: torch.Tensor) -> torch.Tensor:
     return rms_norm(x.reshape(-1, norm.width), (norm.width,), norm.weight, norm.eps).view(x.shape)
 
 
-class ExactQueryNorm(QueryNorm):
-    forward = norm_over_heads
-
-
-class ExactKeyNorm(KeyNorm):
+class ExactWideNorm(WideNorm):
     forward = norm_over_heads
 
 

@@ -242,13 +242,9 @@ class SDPACoreAttention(MegatronModule):
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
+        *_: Any,
         softmax_scale: float | None = None,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: object | None = None,
+        **__: Any,
     ):
         super().__init__(config=config)
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
@@ -259,10 +255,9 @@ class SDPACoreAttention(MegatronModule):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: torch.Tensor | None = None,
+        *_: Any,
         packed_seq_params: PackedSequences | None = None,
+        **__: Any,
     ) -> torch.Tensor:
         """``query`` [N, b, H, D], ``key`` and ``value`` [N, b, H/groups, D] → [N, b, H·D]."""
         if packed_seq_params is not None and packed_seq_params.keys is not None:
@@ -456,9 +451,9 @@ class _WideNorm(torch.autograd.Function):
 class WideNorm(torch.nn.Module):
     """The norm of [N, b, …, D], where the dimensions behind the second are this rank's heads."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int) -> None:
+    def __init__(self, config: TransformerConfig, num_heads: int) -> None:
         super().__init__()
-        self.width, self.eps = hidden_size * num_heads, eps
+        self.width, self.eps = config.kv_channels * num_heads, config.layernorm_epsilon
         own = self.width // config.tensor_model_parallel_size
         self.weight = torch.nn.Parameter(torch.ones(own, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
@@ -471,23 +466,13 @@ class WideNorm(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(weights, prefix, {"weight": 0}, sharded_offsets)
 
 
-class QueryNorm(WideNorm):
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(config, hidden_size, eps, config.num_attention_heads)
-
-
-class KeyNorm(WideNorm):
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(config, hidden_size, eps, config.num_query_groups)
-
-
-def use_wide_norms(model: GPTModel, query_norm: type[QueryNorm] = QueryNorm, key_norm: type[KeyNorm] = KeyNorm) -> None:
-    """Give these norms to the layers of a model.
+def use_wide_norms(model: GPTModel, norm: type[WideNorm] = WideNorm) -> None:
+    """Give the layers of a model this norm of queries, and one of keys.
 
     Not in its specification: Megatron takes norms there only where `qk_layernorm` is set, and would then sum gradients
     of their weights over tensor-parallel ranks, which have different parts of them.
     """
     config = model.config
     for layer in model.decoder.layers:
-        layer.self_attention.q_layernorm = query_norm(config, config.kv_channels, config.layernorm_epsilon)
-        layer.self_attention.k_layernorm = key_norm(config, config.kv_channels, config.layernorm_epsilon)
+        layer.self_attention.q_layernorm = norm(config, config.num_attention_heads)
+        layer.self_attention.k_layernorm = norm(config, config.num_query_groups)

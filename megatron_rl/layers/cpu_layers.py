@@ -297,12 +297,16 @@ class _SplitNormRotate(torch.autograd.Function):
         return *split_norm_rotate_backward(grad_q, grad_k, grad_v, *ctx.saved_tensors), None, None
 
 
-class FewPassSelfAttention(SelfAttention):
-    """Splits, normalises and rotates in one function; the rotary embedding must be a `CosSinEmbedding`."""
+class RotatingSelfAttention(SelfAttention):
+    """Rotates queries and keys where they are made; the rotary embedding must be a `CosSinEmbedding`."""
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        self._cos_sin = kwargs.pop("rotary_pos_emb")
+        self._cos_sin = kwargs.pop("rotary_pos_emb")  # [N, 1, 1, D/2 + D/2]
         return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs)
+
+
+class FewPassSelfAttention(RotatingSelfAttention):
+    """Splits, normalises and rotates in one function."""
 
     def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
         mixed, _bias = self.linear_qkv(hidden_states)

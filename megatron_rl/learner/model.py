@@ -36,12 +36,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_rl.config.learner import LearnerConfig, LoraConfig, PrecisionConfig
 from megatron_rl.config.model_rules import stage_layers
 from megatron_rl.errors import InputError
-from megatron_rl.exact.layers import ExactKeyNorm, ExactQueryNorm, finish_exact_model, use_exact_layers
+from megatron_rl.exact.layers import ExactWideNorm, finish_exact_model, use_exact_layers
 from megatron_rl.layers.attention import (
     CONTEXT_COMMUNICATION,
-    KeyNorm,
-    QueryNorm,
     SDPACoreAttention,
+    WideNorm,
     refuse_unfused_attention,
     use_wide_norms,
 )
@@ -296,7 +295,7 @@ def build_model(
         rope_scaling_factor=architecture.llama3_factor or 1.0,
     )
     if architecture.wide_qk_norm:
-        use_wide_norms(model, *((ExactQueryNorm, ExactKeyNorm) if exact else (QueryNorm, KeyNorm)))
+        use_wide_norms(model, ExactWideNorm if exact else WideNorm)
     if not use_transformer_engine(device, exact):
         if exact:
             finish_exact_model(model)
