@@ -221,7 +221,7 @@ def _describe(item: Any, place: Place, schema: type[BaseModel]) -> list[str]:
         if (removed := REMOVED.get(dotted([key for key in place.keys if isinstance(key, str)]))) is not None:
             return [f"{where}: removed: {removed[1]}; leave it out"]
         if theirs := foreign_keys.hint(where):
-            return [f"{where}: unknown key{_of_variant(place)}; {theirs}{_allowed(place)}"]
+            return [f"{where}: unknown key{_of_variant(place)}; {theirs}; allowed: {', '.join(_keys_of(place))}"]
         return [f"{where}: unknown key{_of_variant(place)}{_remedy(place, schema)}"]
     if kind == "missing":
         return [f"{where}: missing, and it has no default"]
@@ -294,10 +294,6 @@ def _remedy(place: Place, schema: type[BaseModel]) -> str:
 
 def _keys_of(place: Place) -> list[str]:
     return list(dict.fromkeys(key for variant in place.variants for key in variant.model_fields))
-
-
-def _allowed(place: Place) -> str:
-    return f"; allowed: {', '.join(_keys_of(place))}"
 
 
 def _near(value: Any, allowed: Any) -> str:

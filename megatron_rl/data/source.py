@@ -114,7 +114,7 @@ def read_problems(config: DataSourceConfig) -> Iterator[Problem]:
             id=f"{name}:{key}",
             question=_with_system(_question(row, columns.prompt, where), row, where),
             answer=_scalar(row, columns.answer, where),
-            data_source=_data_source(row, where) or name,
+            data_source=_optional_text(row, "data_source", where) or name,
             extra=_extra(row, where),
             where=where,
             tools=_tools(row, where),
@@ -192,14 +192,14 @@ def _encodable(text: str, key: str, where: str) -> str:
     return text
 
 
-def _data_source(row: dict[str, Any], where: str) -> str:
-    """Return the row's data source, or "" if it names none."""
-    value = row.get("data_source")
-    if value is None or value == "":
+def _optional_text(row: dict[str, Any], key: str, where: str) -> str:
+    """Return the text of a column, or "" if the row has none."""
+    value = row.get(key)
+    if value is None:
         return ""
     if not isinstance(value, str):
-        raise InputError(f"{where}: column 'data_source' must hold text, found {shown(value, 80)}")
-    return _encodable(value, "data_source", where)
+        raise InputError(f"{where}: column {key!r} must hold text, found {shown(value, 80)}")
+    return _encodable(value, key, where)
 
 
 def _extra(row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -274,15 +274,13 @@ def _part(part: Any, place: str) -> str:
 
 def _with_system(question: str | list[Message], row: dict[str, Any], where: str) -> str | list[Message]:
     """Return ``question`` with the row's system text in front."""
-    text = row.get("system")
-    if text is None or text == "":
+    text = _optional_text(row, "system", where)
+    if not text:
         return question
-    if not isinstance(text, str):
-        raise InputError(f"{where}: column 'system' must hold text, found {shown(text, 80)}")
     messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
     if messages[0]["role"] == "system":
         raise InputError(f"{where}: column 'system' has a text, and the chat begins with a system message; remove one")
-    return [{"role": "system", "content": _encodable(text, "system", where)}, *messages]
+    return [{"role": "system", "content": text}, *messages]
 
 
 def _tools(row: dict[str, Any], where: str) -> list[Any] | None:

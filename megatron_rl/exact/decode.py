@@ -63,7 +63,8 @@ class CacheShape:
 
     @property
     def page_bytes(self) -> int:
-        return PagedCache.page_bytes(self.num_layers, self.kv_heads, self.width, self.element)
+        """Keys and values of one page in all layers."""
+        return 2 * self.num_layers * self.kv_heads * KEY_BLOCK * self.width * self.element
 
 
 def make_cache(

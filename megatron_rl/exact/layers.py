@@ -64,11 +64,6 @@ class PagedCache:
         self.num_pages = num_pages
         self._layers = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(num_layers)]
 
-    @staticmethod
-    def page_bytes(num_layers: int, kv_heads: int, width: int, element: int) -> int:
-        """Of one page in all layers; ``element``: bytes of a number."""
-        return 2 * num_layers * kv_heads * KEY_BLOCK * width * element
-
     def write(
         self, layer: int, pages: torch.Tensor, offsets: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:

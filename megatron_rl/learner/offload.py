@@ -84,11 +84,6 @@ class HostCopy:
         place = self._places[_key(tensor)].view(tensor.dtype)
         return place.as_strided(tensor.size(), tensor.stride(), place.storage_offset() + tensor.storage_offset())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory, which is held also while nothing is away."""
-        return self._memory.numel()
-
     def _allocate(self, storages: dict[int, torch.UntypedStorage]) -> None:
         starts, end = {}, 0
         for key, storage in storages.items():

@@ -29,18 +29,12 @@ from megatron_rl.model.families.keys import (
     THETA,
     WINDOW,
     WITHOUT_EFFECT,
-    Implemented,
     Neutral,
     WithoutEffect,
     or_null,
     shown,
     whole,
 )
-
-
-def implemented(model_type: str) -> dict[str, Implemented]:
-    """The keys that the learner follows, but for the rotary embedding's (`ROPE_KEYS`)."""
-    return FAMILIES[model_type].implemented
 
 
 def neutral(model_type: str) -> dict[str, Neutral]:
@@ -56,7 +50,7 @@ def _others(model_type: str) -> dict[str, Neutral | WithoutEffect]:
 def listed(model_type: str) -> set[str]:
     """All keys that are known of this family."""
     by_hand = {"model_type", "architectures", "layer_types", *ROPE_KEYS, *LENGTH_KEYS}
-    return {*implemented(model_type), *_others(model_type), *by_hand}
+    return {*FAMILIES[model_type].implemented, *_others(model_type), *by_hand}
 
 
 def unknown_keys(config: dict[str, Any]) -> list[str]:
@@ -71,7 +65,7 @@ def read_keys(config: dict[str, Any]) -> dict[str, Any]:
     key, value, values allowed.
     """
     model_type = config["model_type"]
-    keys, problems = implemented(model_type), []
+    keys, problems = FAMILIES[model_type].implemented, []
     for key, rule in keys.items():
         if key not in config and rule.default is REQUIRED:
             problems.append(f"lacks the key {key!r} ({rule.kind.words})")

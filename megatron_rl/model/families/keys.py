@@ -72,7 +72,6 @@ def or_null(kind: Kind) -> Kind:
 
 YES_OR_NO = Kind("true or false", lambda value: type(value) is bool)
 TEXT = Kind("text", lambda value: type(value) is str)
-TEXTS = Kind("a list of texts", lambda value: type(value) is list and all(type(item) is str for item in value))
 ANYTHING = Kind("anything", lambda value: True)
 LAYERS, WIDTH, HEADS, EXPERTS = whole(1, 1024), whole(1, 2**20), whole(1, 4096), whole(1, 4096)
 VOCABULARY, POSITIONS = whole(1, 2**24), whole(1, 2**27)
@@ -169,7 +168,6 @@ _TRAINING = "for training by transformers; the learner has its own"
 _WRITTEN_BY = "says how the file came to be"
 _OUTPUTS = "which outputs transformers returns"
 _CLASSIFIER = "for classifiers"
-_POOLING = "for models that embed whole texts"
 WITHOUT_EFFECT: dict[str, WithoutEffect] = {
     "initializer_range": WithoutEffect(SHARE, "for new weights; those of a checkpoint are read"),
     "attention_dropout": WithoutEffect(FRACTION, _TRAINING),
@@ -181,10 +179,9 @@ WITHOUT_EFFECT: dict[str, WithoutEffect] = {
     "pretraining_tp": WithoutEffect(or_null(whole(1, 2**20)), "how a product was cut into parts"),
     "max_window_layers": WithoutEffect(whole(0, 2**20), "read where use_sliding_window is true, which is refused"),
     "transformers_version": WithoutEffect(or_null(TEXT), _WRITTEN_BY),
-    "dtype": WithoutEffect(or_null(DTYPE), "the recipe says in which type each engine computes"),
-    "torch_dtype": WithoutEffect(or_null(DTYPE), "the recipe says in which type each engine computes"),
-    "_name_or_path": WithoutEffect(ANYTHING, _WRITTEN_BY),
-    "name_or_path": WithoutEffect(ANYTHING, _WRITTEN_BY),
+    **dict.fromkeys(
+        ("dtype", "torch_dtype"), WithoutEffect(or_null(DTYPE), "the recipe says in which type each engine computes")),
+    **dict.fromkeys(("_name_or_path", "name_or_path"), WithoutEffect(ANYTHING, _WRITTEN_BY)),
     "auto_map": WithoutEffect(OBJECT, "no code of a checkpoint is run"),
     "output_hidden_states": WithoutEffect(or_null(YES_OR_NO), _OUTPUTS),
     "output_attentions": WithoutEffect(Kind("false or null", lambda v: v is None or v is False), _OUTPUTS),
@@ -197,10 +194,9 @@ WITHOUT_EFFECT: dict[str, WithoutEffect] = {
         type(number) is int for number in v.values()))), _CLASSIFIER),
     "num_labels": WithoutEffect(whole(0, 1024), _CLASSIFIER),
     "problem_type": WithoutEffect(Kind("null", lambda v: v is None), _CLASSIFIER),
-    "matryoshka_dimensions": WithoutEffect(ANYTHING, _POOLING),
-    "is_matryoshka": WithoutEffect(ANYTHING, _POOLING),
-    "use_pad_token": WithoutEffect(ANYTHING, _POOLING),
-    "use_sep_token": WithoutEffect(ANYTHING, _POOLING),
+    **dict.fromkeys(
+        ("matryoshka_dimensions", "is_matryoshka", "use_pad_token", "use_sep_token"),
+        WithoutEffect(ANYTHING, "for models that embed whole texts")),
     "num_nextn_predict_layers": WithoutEffect(ANYTHING, "for guesses of later tokens, which no engine here makes"),
 }  # fmt: skip
 UNUSED_WINDOW = WithoutEffect(or_null(whole(0, 2**27)), "read where use_sliding_window is true, which is refused")

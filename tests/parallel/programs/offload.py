@@ -15,7 +15,7 @@ PARTS = ("gradients", "states", "weights")
 
 def host_bytes(offload: Any) -> int:
     """Host memory that this rank holds for what leaves."""
-    return offload._states.nbytes + offload._weights.nbytes
+    return offload._states._memory.numel() + offload._weights._memory.numel()
 
 
 def bytes_of_parts(learner: Learner) -> dict[str, int]:

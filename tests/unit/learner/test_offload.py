@@ -38,10 +38,10 @@ def test_host_memory_is_taken_at_the_start_for_what_comes_later():
     copy, first, later = HostCopy(torch.device("cpu"), expected=6144), torch.ones(1000), torch.full((500,), 2.0)
     copy.leave([first])
     place = copy._memory.data_ptr()
-    assert copy.nbytes == 6144
+    assert copy._memory.numel() == 6144
     copy.come_back()
     copy.leave([first, later])
-    assert (copy._memory.data_ptr(), copy.nbytes) == (place, 6144)
+    assert (copy._memory.data_ptr(), copy._memory.numel()) == (place, 6144)
     copy.come_back()
     assert first.unique().tolist() == [1.0]
     assert later.unique().tolist() == [2.0]
@@ -57,10 +57,10 @@ def test_host_memory_is_kept_and_grows_with_what_leaves():
     first.fill_(3.0)
     copy.leave([first])
     assert copy._memory.data_ptr() == place
-    assert copy.nbytes == 4096  # 4000, aligned
+    assert copy._memory.numel() == 4096  # 4000, aligned
     copy.come_back()
     copy.leave([first, later])
-    assert copy.nbytes == 4096 + 2048
+    assert copy._memory.numel() == 4096 + 2048
     copy.come_back()
     assert first.unique().tolist() == [3.0]
     assert later.unique().tolist() == [2.0]
