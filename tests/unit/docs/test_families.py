@@ -30,7 +30,8 @@ def test_each_family_has_its_lines():
 def test_a_line_says_what_the_file_says(line):
     name, known, router, shared, biases, norms, turned, *_ = line
     family = FAMILIES[name.strip("`")]
-    a = architecture_from({"model_type": family.model_type, **family.known[known]})
+    assert KNOWN_MODELS[known]["model_type"] == family.model_type
+    a = architecture_from(KNOWN_MODELS[known])
     assert router == ("none" if not a.is_moe else "sigmoid and bias" if a.sigmoid_router else "softmax")
     assert shared == ("no" if not a.shared_ffn_hidden_size else "with a gate" if a.shared_expert_gate else "yes")
     for cell, value in ((biases, a.qkv_bias), (norms, a.qk_layernorm)):
