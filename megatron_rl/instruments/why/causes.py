@@ -129,6 +129,11 @@ class Case:
         return Case([r for r in self.records if r.get("actor/lr", highest) >= HIGHEST * highest], {}).first(metric)
 
     @property
+    def samples_moved(self) -> bool:
+        """Whether what the policy writes or earns is among the first departures."""
+        return any(self.departed(metric) for metric in (REWARD, LENGTH, CUT))
+
+    @property
     def updates_are_large(self) -> bool:
         """Whether updates may move the policy at once."""
         size, kl = self.at_the_highest_rate(UPDATE) or 0.0, self.at_the_highest_rate(KL) or 0.0
@@ -330,7 +335,7 @@ def _objective(case: Case) -> Seen | None:
     moved = [case.departed(REWARD, DOWN), case.departed(HELD_OUT, DOWN), case.departed(ENTROPY)]
     moved += [case.departed(metric, UP) for metric in (GRADIENT, UPDATE, KL)]
     falls = (seen := _reward(case)) is not None and seen.excess > 1
-    at_once = {REWARD: falls, ENTROPY: moved[2] is not None and moved[2].at_once}
+    at_once = {REWARD: falls, ENTROPY: moved[2] is not None and moved[2].at_once and case.samples_moved}
     own = [change for change in moved if change is not None and not at_once.get(change.metric)]
     first = min(own, key=lambda change: change.step, default=None)
     is_large = (case.at_the_highest_rate(UPDATE) or 0.0) > SAFE_UPDATE
@@ -383,7 +388,8 @@ def _jump(case: Case) -> Seen | None:
     """A policy that is another from one step to the next, though its updates are small, or before any update."""
     if not case.changed and (first := case.first_step):
         return Seen(JUMP * JUMP, f"{_in_both(first)}: weights or prompts", always=True, own=first)
-    change = case.departed(ENTROPY) or (None if case.departed(CUT) else case.departed(LENGTH))
+    measures = (ENTROPY, LENGTH) if case.samples_moved else ()  # else it is the learner that counts otherwise
+    change = next((c for m in measures if (c := case.departed(m)) and not (m == LENGTH and case.departed(CUT))), None)
     fell = _reward(case)
     if change is None and fell and fell.excess > 1 and not (fell.supports or case.upstream(fell.own)):
         change = fell.own  # the policy is not quite the same

@@ -22,14 +22,16 @@ def test_a_measure_counts_among_the_first_departures_up_to_the_sign(step, is_sus
 
 ENTROPY, RHO = Change("actor/entropy", 20, 0.3, 0.9, 3.0), Change("mismatch/rho_std", 20, 1e-6, 0.2)
 SLOW, LATE = Change("actor/entropy", 20, 0.3, 0.9, 3.0, False), Change("actor/entropy", 21, 0.3, 0.9)
+FALL = Change("critic/rewards/mean", 21, 0.6, 0.2)
 SIGNAL, GRADIENT = Change("groups/no_signal_frac", 20, 0.1, 0.9, 3.0), Change("actor/grad_norm", 14, 0.3, 0.7)
 
 
 @pytest.mark.parametrize(
     ("changes", "first", "effects"),
     [
-        ((ENTROPY, SIGNAL), "other weights or prompts", 1),  # together: what comes first in a step
-        ((SIGNAL, LATE), "no signal", 1),  # earlier by a jump
+        ((ENTROPY, FALL, SIGNAL), "other weights or prompts", 1),  # together: what comes first in a step
+        ((ENTROPY, SIGNAL), "objective or reward", 1),  # what the policy writes and earns is as before
+        ((SIGNAL, LATE, FALL), "no signal", 1),  # earlier by a jump
         ((SLOW, SIGNAL), "no signal", 0),  # by and by
         ((GRADIENT, Change("mismatch/rho_std", 25, 1e-6, 0.2, 8.0)), "mismatch", 0),  # no policy makes it
         ((GRADIENT, Change("response_length/clip_ratio", 23, 0.0, 0.3)), "objective or reward", 1),  # by three records
@@ -51,7 +53,7 @@ def test_what_departs_after_something_else_is_an_effect(changes, first, effects)
 def test_what_was_there_before_stands_behind_what_departs_at_once(size, first):
     """But where updates are large: they move a policy at once."""
     rows = records(mismatch__rho_std=0.1, noise__relative_update=size)
-    found = suspects(Case(rows, {"rollout": {"quantization": {"weights": "int4"}}}, 40, [ENTROPY]))
+    found = suspects(Case(rows, {"rollout": {"quantization": {"weights": "int4"}}}, 40, [ENTROPY, FALL]))
     assert found[0].name == first
     rounding = next(suspect for suspect in found if suspect.name == "rounding")
     assert rounding.contradicts == ("actor/entropy departed at step 20, and this was there before",) * (size < 1e-3)

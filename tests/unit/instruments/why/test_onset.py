@@ -78,7 +78,7 @@ PLANTED = {
     "mismatch": ({"critic__rewards__mean": falls(30, 20), "mismatch__rho_std": lambda s: 1e-6 if s < 25 else 0.2}, {}),
     "no signal": ({"groups__no_signal_frac": lambda s: 0.1 if s < 25 else 1.0}, {}),
     "other weights or prompts": (
-        {"critic__rewards__mean": falls(31, 20), "actor__entropy": lambda s: 0.3 if s < 30 else 1.2},
+        {"critic__rewards__mean": falls(30, 4), "actor__entropy": lambda s: 0.3 if s < 30 else 1.2},
         {},
     ),
 }
