@@ -31,7 +31,7 @@ DIRECTIONS = {metric: watched.direction >= 0 for metric, watched in WATCHED.item
 HIGHEST = 0.9  # rates above this share of the highest one count as the highest
 STRONGEST = 10.0  # a departure counts no more than this many times the least one
 OPEN = 1.6  # weight of a cause that is seen only by what is not
-UPDATE, KL, RHO = "noise/relative_update", "actor/ppo_kl", "mismatch/rho_std"
+UPDATE, KL, RHO, AGE = "noise/relative_update", "actor/ppo_kl", "mismatch/rho_std", "rollout/staleness_mean"
 GRADIENT, ENTROPY = "actor/grad_norm", "actor/entropy"
 LENGTH, CUT = "response_length/mean", "response_length/clip_ratio"
 FALLS = WATCHED[REWARD].stage
@@ -219,7 +219,7 @@ def _clip(case: Case) -> Seen | None:
 
 
 def _staleness(case: Case) -> Seen | None:
-    ages = case.values("rollout/staleness_mean")
+    ages = case.values(AGE)
     steps = float(case.setting("rollout.max_staleness", max(ages, default=0)))
     measured = f"{max(ages):.2g} on average at most" if ages else "not measured"
     text = f"responses are sampled from weights up to {steps:g} steps old ({measured})"
@@ -278,9 +278,7 @@ def _reward(case: Case) -> Seen | None:
     most = max(moved.values())  # NaN where it was not measured
     said = ", ".join(f"{name} by {share:.0%}" for name, share in moved.items() if math.isfinite(share))
     supports = (f"the policy is the same there: {said} from one step to the next",) if most < 0.1 else ()
-    against: tuple[str, ...] = ()
-    if case.updates_are_large:
-        against = ("updates are large: these may lose it as fast",)
+    against = ("updates are large: these may lose it as fast",) * case.updates_are_large
     weight = (2.0 if supports else 1.0) * 0.25 ** len(against) * (1.0 if fall > 0.5 else 0.5)
     step = int(rows[at]["step"])
     own = Change(REWARD, step, *(median(float(r[REWARD]) for r in part) for part in (rows[at - 3 : at], rows[at:])))
@@ -336,7 +334,7 @@ def _objective(case: Case) -> Seen | None:
     moved += [case.departed(metric, UP) for metric in (GRADIENT, UPDATE, KL)]
     falls = (seen := _reward(case)) is not None and seen.excess > 1
     at_once = {REWARD: falls, ENTROPY: moved[2] is not None and moved[2].at_once and case.samples_moved}
-    own = [change for change in moved if change is not None and not at_once.get(change.metric)]
+    own = (change for change in moved if change is not None and not at_once.get(change.metric))
     first = min(own, key=lambda change: change.step, default=None)
     is_large = (case.at_the_highest_rate(UPDATE) or 0.0) > SAFE_UPDATE
     if first is None or case.changed or (is_large and first.metric != UPDATE) or case.upstream(first):
@@ -446,12 +444,7 @@ CAUSES = (
         ("objective.policy_term.clip_low=0.2", "objective.policy_term.clip_high=0.28"),
     ),
     Cause(
-        "staleness",
-        "rollout.max_staleness",
-        _staleness,
-        ("rollout.max_staleness=0",),
-        ("rollout/staleness_mean",),
-        "responses are sampled from older weights",
+        "staleness", "rollout.max_staleness", _staleness, ("rollout.max_staleness=0",), (AGE,), "older weights sample"
     ),
     Cause(
         "mismatch",
@@ -495,14 +488,7 @@ CAUSES = (
     Cause("data", "data.train", _data, ("data.train=…",)),
     Cause("length", "rollout.max_response_length rollout.stop_token_ids reward", _length),
     Cause("temperature", "rollout.temperature", _temperature, ("rollout.temperature=1",)),
-    Cause(
-        "routing",
-        "routing.replay",
-        _routing,
-        ("routing.replay=r3",),
-        ("router/agree_frac",),
-        "both engines choose other experts",
-    ),
+    Cause("routing", "routing.replay", _routing, ("routing.replay=r3",), ("router/agree_frac",), "engines route apart"),
     Cause(
         "other weights or prompts",
         "model.path data.prompt data.train",
