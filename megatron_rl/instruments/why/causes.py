@@ -541,7 +541,7 @@ def _together(one: Suspect, other: Suspect) -> Suspect:
         one,
         causes=causes,
         name=" or ".join(dict.fromkeys(" or ".join(causes).split(" or "))),
-        keys=(*one.keys, *other.keys),
+        keys=tuple(dict.fromkeys((*one.keys, *other.keys))),
         observation=f"{one.observation}; {other.observation}",
         supports=(*one.supports, *other.supports, "both departed together: metrics do not tell them apart"),
         contradicts=(*one.contradicts, *other.contradicts),
