@@ -51,6 +51,7 @@ SAFE_TRUNCATED = 0.25  # share of responses at the length limit
 SAFE_CLIP = 0.4  # widest clip range of a policy term
 SAFE_GAP = 1.5  # held-out over training reward, of the same policy
 SAFE_FLIPS = 0.05  # share of rows that both engines route differently
+SAFE_COPIES = 0.05  # share of the groups that earn all, and of those that earn nothing, where no group earns a part
 SAFE_TEMPERATURE = 1.25  # and its inverse
 
 
@@ -266,7 +267,7 @@ def _overflow(case: Case) -> Seen | None:
 def _reward(case: Case) -> Seen | None:
     """A reward that changes while the policy does not, or that is the same for every response."""
     signal = case.values("groups/no_signal_frac")[:3]
-    if signal and median(signal) > 0.9:
+    if signal and median(signal) > 0.9 and not _copies(case):
         return Seen(median(signal) / 0.1, f"from the start all rewards are equal in {median(signal):.0%} of the groups")
     if not case.changed and (first := case.first_step) and first.metric in (REWARD, HELD_OUT):
         return Seen(JUMP * JUMP, f"{_in_both(first)}: judge or answers", always=True, own=first)
@@ -283,7 +284,19 @@ def _reward(case: Case) -> Seen | None:
     step = int(rows[at]["step"])
     own = Change(REWARD, step, *(median(float(r[REWARD]) for r in part) for part in (rows[at - 3 : at], rows[at:])))
     text = f"{fall:.0%} of the reward is lost at step {step}, from one step to the next"
+    text += ", by the same policy: judge, answers or prompts are others" if supports else ""
     return Seen(fall / SAFE_FALL * weight, text, supports, against, always=True, own=own)
+
+
+def _copies(case: Case) -> Seen | None:
+    """Groups that differ in what they earn, while all responses of each earn the same from the first step on."""
+    parts = [case.values(f"groups/{name}_frac")[:3] for name in ("all_solved", "none_solved")]
+    solved, unsolved = (median(part) if part else 0.0 for part in parts)
+    if min(solved, unsolved) < SAFE_COPIES or solved + unsolved < 0.999:
+        return None
+    text = f"from the start all responses earn in {solved:.0%} of the groups, and none in the others: responses of a "
+    text += "group are copies (seed, temperature), or the reward is one of prompts"
+    return Seen(min(solved, unsolved) / SAFE_COPIES, text, always=True)
 
 
 def _in_both(first: Change) -> str:
@@ -389,7 +402,7 @@ def _jump(case: Case) -> Seen | None:
     measures = (ENTROPY, LENGTH) if case.samples_moved else ()  # else it is the learner that counts otherwise
     change = next((c for m in measures if (c := case.departed(m)) and not (m == LENGTH and case.departed(CUT))), None)
     fell = _reward(case)
-    if change is None and fell and fell.excess > 1 and not (fell.supports or case.upstream(fell.own)):
+    if change is None and fell and fell.own and fell.excess > 1 and not (fell.supports or case.upstream(fell.own)):
         change = fell.own  # the policy is not quite the same
     is_large = (case.first(UPDATE) or 0.0) > SAFE_UPDATE
     if change is None or not change.at_once or is_large or case.changed:
@@ -468,13 +481,13 @@ CAUSES = (
     ),
     Cause(
         "reward",
-        "reward.name data.train",
+        "reward.name data.train data.prompt",
         _reward,
         ("reward.name=…",),
         FAILURES,
         "its function or judge fails",
-        apart="a judge that fails lowers `val/reward/mean` at the next validation, too; wrong answers or prompts "
-        "of training alone do not. `megatron-rl run samples RUN` shows responses with what they earned",
+        apart="`megatron-rl run samples RUN` shows prompts, responses and what they earned: right answers that earn "
+        "nothing, or questions that nobody asked. Where `val/reward/mean` stays, it is answers or prompts of training",
         hides="mismatch",
     ),
     Cause(
@@ -497,8 +510,8 @@ CAUSES = (
     ),
     Cause(
         "no signal",
-        "data.train batch.filter_groups rollout.num_samples reward.name",
-        None,
+        "data.train batch.filter_groups rollout.num_samples rollout.seed reward.name",
+        _copies,
         ("batch.filter_groups=true",),
         ("groups/no_signal_frac",),
         "all responses to a prompt earn the same: nothing is left to learn from",

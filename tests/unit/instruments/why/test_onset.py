@@ -129,6 +129,22 @@ def test_a_run_is_held_against_another_one():
     assert find("run", bad, {}, keys, good).suspects[0].name == "recipe change"
 
 
+def test_groups_that_differ_without_any_signal_inside_are_copies_or_rewards_of_prompts():
+    alike = {"groups__no_signal_frac": 1.0, "actor__grad_norm": 0.0}
+    for solved, name in ((0.4, "no signal"), (0.0, "reward"), (1.0, "reward")):
+        rows = records(**alike, groups__all_solved_frac=solved, groups__none_solved_frac=1 - solved)
+        assert find("run", rows, {}).suspects[0].name == name
+        against = find("run", rows, {}, good=records(groups__all_solved_frac=0.0, groups__none_solved_frac=0.0))
+        assert "no signal" in {cause for suspect in against.suspects[:2] for cause in suspect.causes}
+
+
+def test_a_reward_that_breaks_under_the_same_policy_is_the_judges_the_answers_or_the_prompts():
+    rows = records(critic__rewards__mean=lambda s: 0.8 if s < 20 else 0.2)
+    first = find("run", rows, {}).suspects[0]
+    assert first.observation.endswith("by the same policy: judge, answers or prompts are others")
+    assert {"reward.name", "data.train", "data.prompt"} <= {*first.keys}
+
+
 def test_a_fall_that_lasts_is_a_sign():
     fell = find("run", records(critic__rewards__mean=lambda s: (0.6 if s < 20 else 0.45) + 0.01 * (s % 2)), {})
     assert [sign.name for sign in fell.signs] == ["reward-fell"]
