@@ -79,17 +79,14 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
         command.add_argument(
             "study", type=Path, metavar="STUDY", help="Read this study file, or the one in this folder."
         )
-    for command in (start, packed):
+    for command in (start, power, packed, report):
+        reads = command in (power, report)
+        where = ", or a file of `lab pack`." if reads else "."
         command.add_argument(
-            "--out", type=output, help="Use this folder of the study's runs (default: runs/lab/STUDY)."
+            "--out",
+            type=Path if reads else output,
+            help=f"Use this folder of the study's runs (default: runs/lab/STUDY){where}",
         )
-    report.add_argument(
-        "--out",
-        type=Path,
-        help="Use this folder of the study's runs (default: runs/lab/STUDY), or print the report on a file of `lab "
-        "pack`.",
-    )
-    power.add_argument("--out", type=Path, help="Take the spread from these runs: a folder, or a file of `lab pack`.")
 
 
 def run_lab(options: argparse.Namespace) -> int:
@@ -197,17 +194,10 @@ def _say_states(states: dict[str, str]) -> None:
 
 
 def _power(options: argparse.Namespace) -> int:
-    from megatron_rl.instruments.lab.archive import unpack
     from megatron_rl.instruments.lab.foresight import foresee, render_foresight
 
     loaded = load_study(options.study)
-    root = _root(options, loaded.study.name)
-    with tempfile.TemporaryDirectory() as unpacked:
-        if root.is_file():
-            unpack(root, Path(unpacked))
-            root = Path(unpacked)
-        for line in render_foresight(loaded.study, foresee(loaded, root)):
-            print(line)
+    print("\n".join(render_foresight(loaded.study, foresee(loaded, _root(options, loaded.study.name)))))
     return EXIT_DONE
 
 

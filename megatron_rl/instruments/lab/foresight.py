@@ -16,11 +16,13 @@ from scipy import integrate, optimize, special, stats
 
 from megatron_rl.config import load_recipe
 from megatron_rl.errors import InputError
+from megatron_rl.instruments.lab.archive import read_packed
 from megatron_rl.instruments.lab.jobs import LoadedStudy
 from megatron_rl.instruments.lab.results import NothingFinished, Results, mixed_regression, read_results
 from megatron_rl.instruments.lab.study import Outcome, Study, Trend
 from megatron_rl.instruments.plan import find_gpu, make_plan, make_workload
 from megatron_rl.model.architecture import shape_of
+from megatron_rl.process.host import format_table
 
 
 @dataclass(frozen=True)
@@ -123,35 +125,35 @@ def power_of_pairs(d: float, num_seeds: int, level: float) -> float:
     return power_of_t(d * math.sqrt(num_seeds), num_seeds - 1, level)
 
 
-def smallest_effect(num_seeds: int, level: float, power: float = POWER) -> float:
-    """Return the smallest d that a paired test detects with ``power``; infinite with one seed."""
-    return _smallest_noncentrality(num_seeds - 1, level, power) / math.sqrt(num_seeds)
+def smallest_effect(num_seeds: int, level: float) -> float:
+    """Return the smallest d that a paired test detects with `POWER`; infinite with one seed."""
+    return _smallest_noncentrality(num_seeds - 1, level) / math.sqrt(num_seeds)
 
 
-def _smallest_noncentrality(degrees: int, level: float, power: float) -> float:
+def _smallest_noncentrality(degrees: int, level: float) -> float:
     if degrees < 1:
         return math.inf
     bound = float(stats.t.ppf(1 - level / 2, degrees))
     # At twice the bound plus a few, the power is sufficient even at one degree of freedom.
     high = 2 * bound + 10
-    return float(optimize.brentq(lambda at: power_of_t(at, degrees, level) - power, 0.0, high))
+    return float(optimize.brentq(lambda at: power_of_t(at, degrees, level) - POWER, 0.0, high))
 
 
-def seeds_needed(d: float, level: float, power: float = POWER) -> int | None:
-    """Return the fewest seeds with which a paired test detects ``d`` with ``power``; None above `MOST_SEEDS`."""
+def seeds_needed(d: float, level: float) -> int | None:
+    """Return the fewest seeds with which a paired test detects ``d`` with `POWER`; None above `MOST_SEEDS`."""
     low, high = 1, 2
-    while power_of_pairs(d, high, level) < power:
+    while power_of_pairs(d, high, level) < POWER:
         low, high = high, 2 * high
         if low > MOST_SEEDS:
             return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if power_of_pairs(d, middle, level) >= power else (middle, high)
+        low, high = (low, middle) if power_of_pairs(d, middle, level) >= POWER else (middle, high)
     return high
 
 
-def smallest_slope(doses: Sequence[float], num_seeds: int, level: float, power: float = POWER) -> float:
-    """Return the smallest slope detected with ``power``, in residual standard deviations; one run per dose and seed.
+def smallest_slope(doses: Sequence[float], num_seeds: int, level: float) -> float:
+    """Return the smallest slope detected with `POWER`, in residual standard deviations; one run per dose and seed.
 
     The slope's standard error is 1/√(seeds · Σ(dose − mean)²), with runs − seeds − 1 degrees of freedom.
     """
@@ -159,7 +161,7 @@ def smallest_slope(doses: Sequence[float], num_seeds: int, level: float, power: 
     degrees = num_seeds * len(doses) - num_seeds - 1
     if spread == 0 or degrees < 1:
         return math.inf
-    return _smallest_noncentrality(degrees, level, power) / math.sqrt(spread)
+    return _smallest_noncentrality(degrees, level) / math.sqrt(spread)
 
 
 @dataclass(frozen=True)
@@ -176,11 +178,12 @@ class Foresight:
 
 
 def foresee(loaded: LoadedStudy, root: Path) -> list[Foresight]:
-    """Return the foresight from the runs below ``root``, if any, else from the spreads in the study file."""
+    """Return the foresight from the runs of ``root`` (a folder, or a file of `lab pack`), if any, else from the spreads
+    in the study file."""
     study = loaded.study
     results = None
     with contextlib.suppress(NothingFinished):
-        results = read_results(loaded, root)
+        results = read_packed(loaded, root) if root.is_file() else read_results(loaded, root)
     primaries = study.decisive()
     level = study.level / (len(primaries) + len(study.trends))  # the level for the smallest p-value
     forecasts = (
@@ -238,15 +241,14 @@ def render_foresight(study: Study, rows: list[Foresight]) -> Iterator[str]:
         f"{study.name}: {len(study.seeds)} seeds, {number} primaries and trends, level {study.level:g} "
         f"({study.level / number:.2g} for the smallest p-value, Holm)"
     )
-    cells = [["decides", "outcome", "spread", "known from", f"seen with {POWER:.0%}", "margin", "seeds"]]
+    cells = []
     for row in rows:
         numbers = [_short(row.spread), row.known_from, _short(row.smallest), _short(row.margin)]
-        cells.append(
-            [row.name, row.outcome, *numbers, "–" if row.seeds_for_margin is None else str(row.seeds_for_margin)]
-        )
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    for line in cells:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        seeds = "–" if row.seeds_for_margin is None else str(row.seeds_for_margin)
+        cells.append([row.name, row.outcome, *numbers, seeds])
+    yield format_table(
+        ["decides", "outcome", "spread", "known from", f"seen with {POWER:.0%}", "margin", "seeds"], cells
+    )
     yield "spread: standard deviation of the paired differences over seeds; of a ratio, of its logarithm."
     yield "seeds: how many see an effect as large as the margin with the same power."
 

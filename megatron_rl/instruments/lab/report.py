@@ -74,8 +74,8 @@ def write_report(loaded: LoadedStudy, root: Path) -> list[Path]:
 
 
 def render(results: Results) -> str:
-    """Return the report's text: runs, verdicts, all values, further differences, and their caveat."""
-    parts = (_what_was_run, _decisions_table, _values_table, _effects_table, _caveat)
+    """Return the report's text: runs, verdicts, all values, and their caveat."""
+    parts = (_what_was_run, _decisions_table, _values_table, _caveat)
     return "\n".join(line for part in parts for line in [*part(results), ""])
 
 
@@ -158,26 +158,6 @@ def margins_told(study: Study, outcomes: Iterable[str]) -> Iterator[str]:
     margins += [f"{name} {trend.margin:g}" for name, trend in study.trends.items() if trend.margin is not None]
     if margins:
         yield f"\nMargin: {', '.join(margins)}."
-
-
-def _effects_table(results: Results) -> Iterator[str]:
-    """Yield the descriptive table: other predictions, and other effects whose interval excludes no effect."""
-    study = results.study.study
-    gate = [] if study.gate is None else [study.gate]
-    decisive = {(primary.arm, primary.outcome) for primary in [*gate, *study.decisive()]}
-    rows = []
-    for name, arm in study.arms.items():
-        for outcome in study.outcomes:
-            effect, expected = results.effect(name, outcome), arm.expect.get(outcome)
-            if effect is None or (name, outcome) in decisive or (expected is None and not effect.excludes_none):
-                continue
-            cells = " | ".join(effect_cells(effect))
-            rows.append(f"| {name} | {arm.control} | {outcome} | {cells} | {expected or '–'} |")
-    if rows:
-        yield "The rest is descriptive: no interval is corrected for the number of comparisons.\n"
-        yield "| arm | control | outcome | difference or ratio (×) | 95% interval | d | predicted |"
-        yield "|---|---|---|---|---|---|---|"
-        yield from rows
 
 
 def effect_cells(effect: Effect) -> tuple[str, str, str]:

@@ -63,11 +63,6 @@ class Effect:
         """The upper end; see ``lower``."""
         return self.alike_upper if unseen_share(self.num_seeds) < RARE else math.inf
 
-    @property
-    def excludes_none(self) -> bool:
-        """Whether the interval of seeds that are alike excludes the value of no effect."""
-        return self.alike_lower > self.neutral or self.alike_upper < self.neutral
-
     def p_of(self, expected: Direction) -> float:
         """Return the p-value for a prediction; for "same" without a margin, that of a difference."""
         return self.p_same if expected == "same" and not math.isnan(self.p_same) else self.p

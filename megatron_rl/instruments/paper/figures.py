@@ -61,6 +61,7 @@ EXTREMES = PaperPanel("pi - mu: largest, smallest", ("mismatch/prob_diff_max", "
 BY_LENGTH = _bins("|log pi(y)/mu(y)| by response length", r"mismatch/log_ppl_abs_diff_sum/length/.+", "response tokens")
 BOUND = _bins("2 TV T², the bound over B, by length", r"mismatch/gradient_bound/length/.+", "response tokens")
 BY_POSITION = _bins("|log rho| of tokens by position", r"mismatch/abs_log_rho/position/.+", "position in the response")
+QUANTILES = PaperPanel("quantiles of rho", (r"mismatch/rho_q(05|50|95)/.+",), kind="quantiles", hint=DETAIL, x="po")
 HACKING = (REWARD, ACCURACY, RHO_STD, ENTROPY)
 EXTENDED = (ACCURACY, RHO_STD, ENTROPY, CLIP_RATIO, GRAD_NORM)
 
@@ -101,9 +102,7 @@ PAPERS: dict[str, tuple[PaperFigure, ...]] = {
             "fig07",
             "rho by probability",
             (
-                PaperPanel(
-                    "quantiles of rho, last step", (r"mismatch/rho_q(05|50|95)/.+",), kind="quantiles", hint=DETAIL
-                ),
+                QUANTILES,
                 PaperPanel("mean of rho in bands of po", (r"mismatch/rho_mean/.+",)),
             ),
         ),
@@ -173,6 +172,11 @@ def _draw(figure: PaperFigure, paper: str, groups: Sequence[Curves]) -> Figure:
         having = [group for group in groups if matching(panel.metrics, group.metrics)]
         if having:
             _KINDS[panel.kind](axes, panel, having)
+            if panel.kind != "curves":
+                axes.set_xlabel(panel.x, fontsize=8)
+                axes.tick_params(axis="y", labelsize=8)
+                axes.grid(alpha=0.3)
+                axes.legend(fontsize=6)
         else:
             say_why_empty(axes, "not recorded")
         axes.set_title(panel.title, fontsize=10)
@@ -219,12 +223,8 @@ def _bins(axes: Axes, panel: PaperPanel, groups: Sequence[Curves]) -> None:
             axes.plot(places, values, style, marker=".", color=f"C{number % 10}", lw=1.2, label=name)
     every = max(1, len(order) // 8)
     axes.set_xticks(range(0, len(order), every), order[::every], rotation=45, fontsize=7)
-    axes.set_xlabel(panel.x, fontsize=8)
-    axes.tick_params(axis="y", labelsize=8)
     if panel.is_log:
         axes.set_yscale("log")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=6)
 
 
 def _quantiles(axes: Axes, panel: PaperPanel, groups: Sequence[Curves]) -> None:
@@ -241,10 +241,6 @@ def _quantiles(axes: Axes, panel: PaperPanel, groups: Sequence[Curves]) -> None:
         )
     axes.axhline(1, color="tab:red", ls="--", lw=0.8)
     axes.set_xticks(range(len(order)), order, fontsize=7)
-    axes.set_xlabel("po", fontsize=8)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=6)
 
 
 def _points(axes: Axes, panel: PaperPanel, groups: Sequence[Curves]) -> None:
@@ -257,10 +253,6 @@ def _points(axes: Axes, panel: PaperPanel, groups: Sequence[Curves]) -> None:
         varies = len(y) > 2 and x.std() > 0 and y.std() > 0
         name = f"{group.label}: PCC {np.corrcoef(x, y)[0, 1]:.2f}" if varies else group.label
         axes.plot(x, y, ".", ms=4, color=f"C{number % 10}", label=name)
-    axes.set_xlabel("step", fontsize=8)
-    axes.tick_params(labelsize=8)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=6)
 
 
 _KINDS: dict[str, Callable[[Axes, PaperPanel, Sequence[Curves]], None]] = {
