@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from megatron_rl.config import Recipe
     from megatron_rl.instruments.parity.compare import Comparison
     from megatron_rl.instruments.parity.witnesses import Setup
-    from megatron_rl.instruments.plan.memory import MemoryPlan
     from megatron_rl.learner.learner import Learner
     from megatron_rl.rollout import Generator
     from megatron_rl.types import Batch
@@ -438,12 +437,10 @@ def predict(recipe: Recipe, capacity: float) -> dict[str, float]:
 
     gpu = replace(GPUS["h100-80"], memory_gib=capacity / GIB)  # of its figures, memory alone is used here
     plan = memory_plan(make_workload(recipe, read_architecture(recipe.model.path), gpu, 1, 1))
-    return {name: _planned(plan, phase, absent) for name, (phase, absent) in PHASES.items()}
-
-
-def _planned(plan: MemoryPlan, phase: str, absent: tuple[str, ...]) -> float:
-    (items,) = [one.items for one in plan.phases if one.name == phase]
-    return sum(size for what, size in items if what not in absent)
+    items = {phase.name: phase.items for phase in plan.phases}
+    return {
+        name: sum(size for what, size in items[phase] if what not in absent) for name, (phase, absent) in PHASES.items()
+    }
 
 
 def judge_memory(measured: dict[str, float], planned: dict[str, float]) -> Outcome:

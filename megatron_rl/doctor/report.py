@@ -119,27 +119,22 @@ def summary(report: dict[str, Any]) -> str:
     return "\n".join([f"{text}{nodes}", *failed_checks])
 
 
-_STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em; color: #222;
-       background: #fff; }
-table { border-collapse: collapse; margin: .6em 0; }
-th, td { padding: 3px 12px; text-align: left; border-bottom: 1px solid #ddd; vertical-align: top; }
+_STYLE = """th, td { text-align: left; }
 .pass { color: #17692c; } .fail { color: #b00020; font-weight: bold; } .not { color: #666; }
-pre { background: #f5f5f5; padding: .6em; overflow-x: auto; white-space: pre-wrap; }
-.scroll { overflow-x: auto; }
 """
 
 
 def page(report: dict[str, Any]) -> str:
     """Which checks failed on which node; then each node with reasons, fixes, figures and the ends of logs."""
+    from megatron_rl.monitor.html_page import html_page
+
     nodes, failed = report["nodes"], failures(report)
     title = f"doctor: {len(failed)} failed" if failed else "doctor: nothing failed"
-    parts = [f"<h1>{title}</h1>", f"<p>{len(nodes)} report{'s' if len(nodes) > 1 else ''}.</p>"]
+    parts = [f"<p>{len(nodes)} report{'s' if len(nodes) > 1 else ''}.</p>"]
     if failed and len(nodes) > 1:
         parts.append(_table([["node", "check", ""], *([node, c["name"], _found(c)] for node, c in failed)]))
     parts += [_node(node) for node in nodes]
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"
+    return html_page(title, "\n".join(parts), _STYLE)
 
 
 def _node(node: dict[str, Any]) -> str:
@@ -166,12 +161,11 @@ def _details(check: dict[str, Any]) -> str:
 
 
 def _table(rows: list[list[str]]) -> str:
-    """The first row is the head; cells that name a status have its colour. A tab between cells for readers of text."""
-    lines = []
-    for i, row in enumerate(rows):
-        tag, cells = "td" if i else "th", []
-        for cell in row:
-            kind = f' class="{cell.split()[0]}"' if i and cell in ("pass", "fail", "not run") else ""
-            cells.append(f"<{tag}{kind}>{html.escape(cell).replace(chr(10), '<br>')}</{tag}>")
-        lines.append("<tr>" + "\t".join(cells) + "</tr>")
-    return '<div class="scroll"><table>\n' + "\n".join(lines) + "\n</table></div>"
+    """Cells of a status have its colour. The first row is the head."""
+    from megatron_rl.monitor.html_page import html_table
+
+    def cell(text: str) -> str:
+        shown = html.escape(text).replace("\n", "<br>")
+        return f'<span class="{text.split()[0]}">{shown}</span>' if text in ("pass", "fail", "not run") else shown
+
+    return html_table([[cell(text) for text in row] for row in rows])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,19 @@ SERVER_COLUMNS = ("name", "url", "version", "state", "running", "waiting", "KV c
 
 def add_servers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="List the servers of this run directory.")
-    parser.add_argument("--json", action="store_true", help="Print JSON.")
 
 
 def run_servers(options: argparse.Namespace) -> int:
     """List a run's rollout servers: version of the weights, load, and why a server is not used.
 
-        megatron-rl run servers RUN [--json]
+        megatron-rl run servers RUN
 
     RUN is the directory of a running or finished run. The list comes from the run's own table.
 
         state   ready: takes requests · updating: receives weights · lost, refused: see `why` · ended: with the run ·
                 found: known by its file alone
     """
-    table = describe(options.run)
-    if options.json:
-        print(json.dumps(table, indent=1))
-    else:
-        print(server_table(table))
+    print(server_table(describe(options.run)))
     return EXIT_DONE
 
 
@@ -58,23 +52,13 @@ def describe(run_dir: Path) -> dict[str, Any]:
 
 def server_table(status: dict[str, Any]) -> str:
     """Return the table as text, a line per server."""
-    lines = [SERVER_COLUMNS, *(_server_cells(one) for one in status["servers"])]
+    lines = [SERVER_COLUMNS]
+    for one in status["servers"]:
+        version, kept = "-" if one["version"] is None else one["version"], f"{one['kv_usage']:.0%}"
+        cells = (one["name"], one["url"], version, one["state"], one["running"], one["waiting"], kept, one["lost"])
+        lines.append(tuple(map(str, cells)))
     widths = [max(len(line[i]) for line in lines) for i in range(len(SERVER_COLUMNS))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     if status["due"] is not None:
         text.append(f"policy version that is due: {status['due']}")
     return "\n".join(text)
-
-
-def _server_cells(one: dict[str, Any]) -> tuple[str, ...]:
-    version = "-" if one["version"] is None else str(one["version"])
-    return (
-        one["name"],
-        one["url"],
-        version,
-        one["state"],
-        str(one["running"]),
-        str(one["waiting"]),
-        f"{100 * one['kv_usage']:.0f}%",
-        one["lost"],
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ def add_patch(parser: argparse.ArgumentParser) -> None:
             "--allow-global", action="store_true", help="Work on a package outside of a virtual environment as well."
         )
         action.add_argument("--patches", default=shipped("patches"), type=Path, help=argparse.SUPPRESS)
-    actions.choices["status"].add_argument("--json", action="store_true", help="Print JSON.")
     actions.choices["check"].add_argument("--archive", help="Use this archive instead of downloading it.")
     actions.choices["export"].add_argument(
         "--base", help="Take this commit or tag of the checkout as pristine upstream."
@@ -81,7 +79,7 @@ def run_patch(options: argparse.Namespace) -> int:
         purposes = named_purposes(options)
         if options.action == "status":
             reports = [states.report(*on_tree(options, series), purposes) for series in chosen]
-            return print_status(reports, options.json)
+            return print_status(reports)
         for series in chosen:
             print(f"{series.name}: {act(options, series, purposes)}")
     except BrokenPipeError:  # of standard output
@@ -151,12 +149,9 @@ def _repository(why: str) -> Path:
     return repository
 
 
-def print_status(reports: list[dict[str, Any]], as_json: bool) -> int:
-    if as_json:
-        print(json.dumps(reports, indent=2))
-    else:
-        print("\n".join(states.lines(reports)))
-        for entry in reports:
-            if any(group["state"] == states.UNKNOWN for group in entry["series"].values()):
-                print(entry["message"], file=sys.stderr)
+def print_status(reports: list[dict[str, Any]]) -> int:
+    print("\n".join(states.lines(reports)))
+    for entry in reports:
+        if any(group["state"] == states.UNKNOWN for group in entry["series"].values()):
+            print(entry["message"], file=sys.stderr)
     return EXIT_DONE if all(entry["state"] == states.APPLIED for entry in reports) else EXIT_NOT_APPLIED

@@ -98,7 +98,11 @@ def check(
             source = fetch(series, cache, archive)
             root, what = unpack(source, Path(folder), series.pins["Root"]), source.name
         pristine = series.load(root)
-        _expect(series, "Tree-Before", series.tree_hash(pristine), f"{what} as it comes")
+        if (found := series.tree_hash(pristine)) != series.pins["Tree-Before"]:
+            raise PatchError(
+                f"{series.name}: {what} as it comes: the touched files hash to {found}, UPSTREAM says Tree-Before: "
+                f"{series.pins['Tree-Before']}; after changing the series run `export`, which updates it"
+            )
         purposes = list(series.purposes if purposes is None else purposes)
         proven = [patch for patch in series.of(purposes) if series.reachable(patch, pristine)]
         for purpose in dict.fromkeys(patch.purpose for patch in proven):
@@ -130,14 +134,6 @@ def there_and_back(pristine: Files, patches: Sequence[Patch]) -> Files:
     return patched
 
 
-def _expect(series: Series, pin: str, pinned: str, what: str) -> None:
-    if pinned != series.pins[pin]:
-        raise PatchError(
-            f"{series.name}: {what}: the touched files hash to {pinned}, UPSTREAM says {pin}: {series.pins[pin]}; "
-            "after changing the series run `export`, which updates it"
-        )
-
-
 # Write patch files from a git checkout with one commit per patch, or from a patched tree.
 
 
@@ -165,8 +161,11 @@ def from_checkout(series: Series, checkout: Path, base: str, purpose: str | None
         texts[name] = f"{_ZERO}From: {author}\nSubject: [PATCH] {subject}\n\n{body.strip()}\n---\n{change}"
     first = {path: _show(checkout, base, path) for path in _changed("".join(texts.values()))}
     _write(series, first, texts, purpose)
-    first = {path: _show(checkout, base, path) for path in Series.read(series.folder).paths}
-    return _finish(series.folder, first, texts)
+    folder, written = series.folder, Series.read(series.folder)
+    pin = f"Tree-Before: {written.tree_hash({path: _show(checkout, base, path) for path in written.paths})}"
+    text = (folder / "UPSTREAM").read_text()
+    (folder / "UPSTREAM").write_text(re.sub(r"(?m)^Tree-Before:.*$", pin, text))
+    return list(texts)
 
 
 def _without_index(diff: str) -> str:
@@ -226,14 +225,6 @@ def _shared(series: Series) -> set[str]:
     """The patch files that other releases list, too."""
     others = (path for path in series.folder.parent.glob("*/series") if path.parent != series.folder)
     return {text.rpartition("/")[2].strip() for path in others for text in path.read_text().splitlines()}
-
-
-def _finish(folder: Path, pristine: Files, texts: dict[str, str]) -> list[str]:
-    """Pin the hash of the touched files as upstream has them."""
-    pin = f"Tree-Before: {Series.read(folder).tree_hash(pristine)}"
-    text = (folder / "UPSTREAM").read_text()
-    (folder / "UPSTREAM").write_text(re.sub(r"(?m)^Tree-Before:.*$", pin, text))
-    return list(texts)
 
 
 def _git(checkout: Path, *arguments: str) -> str:

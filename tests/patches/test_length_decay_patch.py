@@ -163,8 +163,9 @@ def patches(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_the_series_is_applied_only_when_named():
-    (report,) = json.loads(patches("status", "--json").stdout)
-    assert (report["state"], report["series"]["schedule"]["state"]) == ("applied", "not applied")
+    told = patches("status").stdout.splitlines()
+    assert told[0].endswith(": applied")
+    assert "  schedule: not applied, but fits" in told
 
 
 if tree := os.environ.get("MEGATRON_LM"):  # a checkout of Megatron-LM at a pinned release, which no package holds

@@ -65,7 +65,6 @@ def test_the_page_loads_nothing_and_says_all(monkeypatch):
         "1.2",
     ):
         assert words in plain
-    assert re.search(r"two\tfail\t2\.0\t5\t", plain)  # readable without a browser
     assert text.count("<details open>") == 1  # what failed
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -59,12 +58,8 @@ def test_a_run_tells_which_servers_it_uses_and_why_not(run_dir, capsys):
     assert lines[3].endswith("connection refused")
     assert lines[4].split()[:3] == ["d", "-", "refused"]
     assert lines[5] == "policy version that is due: 4"
-    assert main(["servers", str(run_dir), "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert (printed["due"], [one["state"] for one in printed["servers"]]) == (
-        4,
-        ["ready", "updating", "lost", "refused"],
-    )
+    told = server_table.describe(run_dir)
+    assert (told["due"], [one["state"] for one in told["servers"]]) == (4, ["ready", "updating", "lost", "refused"])
 
 
 def test_after_the_run_its_servers_have_ended(run_dir):
