@@ -35,10 +35,7 @@ class ReplayedStep:
     step: int  # rollout step, as in metrics.jsonl
     t: int  # optimizer step that the schedule counts
     length: float | None
-    smoothed: float | None
-    baseline: float | None
     lr: float  # rate of the replayed schedule
-    shadow_lr: float  # rate that mode shadow would set
     recorded_lr: float | None
     event: str  # "" if nothing happened
 
@@ -75,10 +72,7 @@ def replay(
                 step=int(record["step"]),
                 t=t,
                 length=length,
-                smoothed=decay.detector.smoothed if decay else None,
-                baseline=decay.detector.baseline if decay else None,
                 lr=rate,
-                shadow_lr=decay.shadow_lr(t, schedule.max_lr, schedule.min_lr) if decay else rate,
                 recorded_lr=record.get("lr_sched/lr", record.get("actor/lr")),
                 event=event,
             )
@@ -114,16 +108,15 @@ def run_explain_schedule(options: argparse.Namespace) -> int:
     records = run.records
     if not records:
         raise InputError(f"{directory.metrics}: no step was recorded")
-    if not run.is_own:
-        print("\n".join(run.source_lines()))
     if run.is_own:
-        recipe = read_yaml(directory.recipe, "recipe")
-        config, lr, is_own = schedule_of(recipe, str(directory.recipe), options.changes)
+        recipe, source = read_yaml(directory.recipe, "recipe"), str(directory.recipe)
     else:
-        config, lr, is_own = their_schedule(run, options)
+        print("\n".join(run.source_lines()))
+        recipe, source = recipe_of(run), str(run.path)
+    config, lr, is_own = schedule_of(recipe, source, options.changes)
     check_order(records, directory.metrics)
     steps = replay(records, config, lr, total_steps=int(records[-1]["step"]) + 1)
-    print_story(steps, config, lr, is_own)
+    print_story(steps, config, lr, is_own and run.is_own)
     return EXIT_DONE
 
 
@@ -140,19 +133,15 @@ def check_order(records: list[dict[str, float]], file: Path) -> None:
         last, last_t = step, t
 
 
-def their_schedule(run: Run, options: argparse.Namespace) -> tuple[ScheduleConfig, float, bool]:
-    """The length-decay schedule in mode shadow with the changes of --as, and the highest rate that the log has."""
+def recipe_of(run: Run) -> dict[str, Any]:
+    """For another project's log: length-decay in mode shadow, from the highest rate that the log has."""
     if not any("response_length/mean" in record for record in run.records):
         raise InputError(f"{run.path}: no response_length/mean; docs/coming-from.json has the names that are read")
     rates = [record["actor/lr"] for record in run.records if math.isfinite(record.get("actor/lr", math.nan))]
     if not rates:
         print("the log has no learning rate; that of the schema is reckoned with")
     optimizer = {"lr": max(rates)} if rates and max(rates) > 0 else {}
-    shadow = {"style": "length-decay", "mode": "shadow"}
-    config, lr, _ = schedule_of(
-        {"learner": {"optimizer": optimizer}, "schedule": shadow}, str(run.path), options.changes
-    )
-    return config, lr, False
+    return {"learner": {"optimizer": optimizer}, "schedule": {"style": "length-decay", "mode": "shadow"}}
 
 
 def schedule_of(recipe: Mapping[str, Any], source: str, changes: str) -> tuple[ScheduleConfig, float, bool]:

@@ -41,10 +41,6 @@ class GradientBias:
     num_parts: int
 
     @property
-    def cosine(self) -> float:
-        return self.dot / (self.norm * self.reference_norm)
-
-    @property
     def bias_norm(self) -> float:
         """|g - g*|."""
         return max(self.norm**2 - 2 * self.dot + self.reference_norm**2, 0.0) ** 0.5
@@ -55,7 +51,7 @@ class GradientBias:
             "gradient norm": self.norm,
             "reference norm": self.reference_norm,
             "norm ratio": self.norm / self.reference_norm,
-            "cosine": self.cosine,
+            "cosine": self.dot / (self.norm * self.reference_norm),
             "bias norm": self.bias_norm,
             "bias / reference": self.bias_norm / self.reference_norm,
             "variance": self.variance,

@@ -28,7 +28,7 @@ from megatron_rl.monitor.run_directory import RunDirectory, encode_record, read_
 def first_difference(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> str | None:
     """Return the first metric (except times) in which two lists of records differ bit for bit; None if equal."""
     for a, b in zip(one, other, strict=False):
-        a, b = (_without_times(record) for record in (a, b))
+        a, b = ({k: v for k, v in r.items() if k != "time" and not k.startswith("perf/")} for r in (a, b))
         for key in [*a, *(b.keys() - a.keys())]:
             # repr: NaN equals itself, and 0.0 differs from -0.0.
             if repr(a.get(key)) != repr(b.get(key)):
@@ -36,10 +36,6 @@ def first_difference(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[s
     if len(one) != len(other):
         return f"{len(one)} records in the first run and {len(other)} in the second"
     return None
-
-
-def _without_times(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key != "time" and not key.startswith("perf/")}
 
 
 FORMAT = 1

@@ -54,10 +54,8 @@ def draw_study(results: Results) -> Figure:
 
 
 def _panel(metric: str) -> Panel:
-    for panel in PANELS:
-        if panel.metrics[0] == metric:
-            return Panel(panel.title, (metric,), panel.is_log)
-    return Panel(metric, (metric,))
+    known = next((panel for panel in PANELS if panel.metrics[0] == metric), Panel(metric, (metric,)))
+    return Panel(known.title, (metric,), known.is_log)
 
 
 def write_report(loaded: LoadedStudy, root: Path) -> list[Path]:
@@ -75,14 +73,10 @@ def write_report(loaded: LoadedStudy, root: Path) -> list[Path]:
 
 def render(results: Results) -> str:
     """Return the report's text: runs, verdicts, all values, and their caveat."""
-    parts = (_what_was_run, _decisions_table, _values_table, _caveat)
-    return "\n".join(line for part in parts for line in [*part(results), ""])
-
-
-def _what_was_run(results: Results) -> Iterator[str]:
-    yield f"Claim: {results.study.study.claim}\n"
-    yield f"Setting: {results.study.study.setting}\n"
-    yield from runs_told(results)
+    study = results.study.study
+    parts = (runs_told, _decisions_table, _values_table, _caveat)
+    head = f"Claim: {study.claim}\n\nSetting: {study.setting}\n\n"
+    return head + "\n".join(line for part in parts for line in [*part(results), ""])
 
 
 def runs_told(results: Results) -> Iterator[str]:

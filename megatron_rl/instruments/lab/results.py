@@ -389,7 +389,10 @@ class Results:
 
     def as_json(self) -> str:
         """Return JSON: the hash of the fixed parts, the code, then the outcomes of every run, an arm per line."""
-        rows = [f"  {json.dumps(arm)}: {json.dumps(_rounded(values))}" for arm, values in self.outcomes.items()]
+        rows = []
+        for arm, outcomes in self.outcomes.items():
+            rounded = {name: {s: float(f"{v:.6g}") for s, v in values.items()} for name, values in outcomes.items()}
+            rows.append(f"  {json.dumps(arm)}: {json.dumps(rounded)}")
         fixed = None if self.registration is None else self.registration.sha256
         head = f'  "study": {json.dumps({"sha256": fixed, "code": self.code})},\n  "arms": {{\n'
         return "{\n" + head + ",\n".join("  " + row for row in rows) + "\n  }\n}\n"
@@ -399,12 +402,6 @@ def _linear(value: float, outcome: Outcome) -> float:
     if not outcome.ratio:
         return value
     return math.log(value) if value > 0 else math.nan
-
-
-def _rounded(outcomes: dict[str, Values]) -> dict[str, Values]:
-    return {
-        name: {seed: float(f"{value:.6g}") for seed, value in by_seed.items()} for name, by_seed in outcomes.items()
-    }
 
 
 def read_results(loaded: LoadedStudy, root: Path) -> Results:
@@ -490,20 +487,15 @@ def stage(
     The gate is judged once, when all of its seeds are finished. Explicit ``arms`` run without regard to the gate.
     """
     jobs = loaded.jobs(root, seeds, arms)
-    staged = Stage(jobs) if arms else _by_the_gate(loaded, root, jobs)
-    ready, unready = ([job for job in staged.jobs if bool(job.waits_for) == waits] for waits in (False, True))
-    return Stage(ready, staged.waiting + unready, staged.ruled_out)
-
-
-def _by_the_gate(loaded: LoadedStudy, root: Path, jobs: list[Job]) -> Stage:
-    arms = loaded.study.gate_arms
-    if not arms:
-        return Stage(jobs)
-    gate_jobs = [job for job in jobs if job.arm in arms]
-    other_jobs = [job for job in jobs if job.arm not in arms]
-    passed = None
-    with contextlib.suppress(NothingFinished):
-        passed = read_results(loaded, root).gate_passed
-    if passed is None:
-        return Stage(gate_jobs, waiting=other_jobs)
-    return Stage(jobs) if passed else Stage(gate_jobs, ruled_out=other_jobs)
+    gate_arms = () if arms else loaded.study.gate_arms
+    others, waiting, ruled_out = [job for job in jobs if job.arm not in gate_arms], [], []
+    passed: bool | None = True
+    if gate_arms:
+        passed = None
+        with contextlib.suppress(NothingFinished):
+            passed = read_results(loaded, root).gate_passed
+    if not passed:
+        jobs = [job for job in jobs if job.arm in gate_arms]
+        waiting, ruled_out = (others, []) if passed is None else ([], others)
+    ready, unready = ([job for job in jobs if bool(job.waits_for) == waits] for waits in (False, True))
+    return Stage(ready, waiting + unready, ruled_out)

@@ -59,10 +59,6 @@ class Registration:
             yield f"**The study file was changed after the runs began: {', '.join(keys)}.**"
 
 
-def sha256_of(commitment: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(commitment, sort_keys=True).encode()).hexdigest()
-
-
 def changed_keys(before: Any, after: Any, at: str = "") -> list[str]:
     """Return the dotted keys, down to two levels, in which two commitments differ."""
     if before == after:
@@ -102,7 +98,8 @@ def register(loaded: LoadedStudy, root: Path, other_code: bool = False) -> Regis
     commitment, code = loaded.study.commitment(), code_version()
     registration = read_registration(root)
     if registration is None:
-        registration = Registration(commitment, sha256_of(commitment), code)
+        digest = hashlib.sha256(json.dumps(commitment, sort_keys=True).encode()).hexdigest()
+        registration = Registration(commitment, digest, code)
         registration.save(root)
         return registration
     if keys := changed_keys(registration.study, commitment):

@@ -22,7 +22,7 @@ from megatron_rl.data.source import Problem, read_problems
 from megatron_rl.errors import EXIT_DONE, InputError
 from megatron_rl.monitor.run_directory import read_metrics
 from megatron_rl.monitor.samples import CORRECT
-from megatron_rl.types import Group, Prompt
+from megatron_rl.types import Prompt
 
 if TYPE_CHECKING:
     from megatron_rl.instruments.paper.mismatch_pairs import PairResult
@@ -224,10 +224,6 @@ def read_progress(file: Path, expected: dict[str, Any]) -> dict[str, int]:
 PER_CALL = 64  # problems that are sampled, scored and saved together
 
 
-def num_correct(group: Group) -> int:
-    return sum(rollout.raw_reward >= CORRECT for rollout in group.rollouts)
-
-
 def sample(recipe: Recipe, prompts: list[Prompt], num_samples: int, progress: Path) -> None:
     """Sample and score ``prompts``, `PER_CALL` at a time, and append to ``progress``. Every rank must call it."""
     from megatron_rl.learner.process_groups import resolve_device
@@ -257,7 +253,8 @@ def sample(recipe: Recipe, prompts: list[Prompt], num_samples: int, progress: Pa
             rewarder.score(groups)
             with progress.open("a") as file:
                 for group in groups:
-                    file.write(json.dumps({"id": group.prompt.id, "correct": num_correct(group)}) + "\n")
+                    correct = sum(rollout.raw_reward >= CORRECT for rollout in group.rollouts)
+                    file.write(json.dumps({"id": group.prompt.id, "correct": correct}) + "\n")
             print(f"{min(first + PER_CALL, len(prompts))} of {len(prompts)} problems", flush=True)
 
 

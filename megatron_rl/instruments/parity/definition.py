@@ -142,9 +142,6 @@ class Checkpoint:
                 return name.replace(f"self_attn.{which}_proj", self.family.packed), rows
         return name, slice(None)
 
-    def head_name(self) -> str:
-        return "model.embed_tokens.weight" if self.config.get("tie_word_embeddings") else "lm_head.weight"
-
     @cached_property
     def rotation(self) -> Rotation:
         """The rotary embedding. Raises `InputError` for a kind that has no definition."""
@@ -313,7 +310,8 @@ class Evaluation:
         return self._norm(self.own(f"{self.checkpoint.num_layers - 1}.output"), "model.norm", "final_norm")
 
     def _logits(self) -> Bounded:
-        weight = self.weight(self.checkpoint.head_name(), "head")
+        is_tied = self.checkpoint.config.get("tie_word_embeddings")
+        weight = self.weight("model.embed_tokens.weight" if is_tied else "lm_head.weight", "head")
         return arithmetic.linear(self.own("final_norm"), weight, None, self.rounding("logits"))
 
     def _logprob(self) -> Bounded:

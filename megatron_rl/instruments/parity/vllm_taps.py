@@ -195,9 +195,9 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
     else:
         _tap_projection(stack, keep, attention)
     for which in "qk":
-        if has_part(attention, f"{which}_norm"):
-            norm = keep(f"{which}_norm")
-            on_output(stack, part_of(attention, f"{which}_norm"), lambda out, norm=norm: norm(out.flatten(1)))
+        name = f"{which}_norm"
+        if hasattr(attention, name) or hasattr(attention, _LINGS[name]):
+            on_output(stack, part_of(attention, name), lambda out, name=name: keep(name)(out.flatten(1)))
     on_output(stack, attention_of(attention), keep("attention"))
     on_output(stack, part_of(attention, "o_proj"), keep("o_proj"))
     on_output(
@@ -236,10 +236,6 @@ _LINGS = {
     "kv_size": "kv_size_per_rank",
 }
 """Names of parts in vLLM's models, and in its model of Ling."""
-
-
-def has_part(module: torch.nn.Module, name: str) -> bool:
-    return hasattr(module, name) or hasattr(module, _LINGS.get(name, name))
 
 
 def part_of(module: torch.nn.Module, name: str) -> Any:

@@ -153,7 +153,8 @@ def host_gib(setup: Setup, a: Architecture) -> float:
     size = BYTES[max((setup.learner.dtype, setup.rollout.dtype), key=BYTES.__getitem__)]
     tensors = [math.prod(shape) for entry in stored_tensors(a) for shape in entry.hf_shapes]
     num_witnesses = sum(2 if name in ("exact", "vllm") else 1 for name in setup.witnesses)
-    on_host = "transformers" in setup.witnesses or device_of(setup) == "cpu"
+    device = default_device() if setup.device == "auto" else setup.device
+    on_host = "transformers" in setup.witnesses or device == "cpu"
     tokens, moe, rows = sum(map(len, setup.sequences)), sum(a.moe_layers), 2 * a.hidden_size * a.experts_per_token
     numbers = a.num_layers * _numbers(a) + moe * a.num_experts + 3 * (a.num_layers - moe) * a.ffn_hidden_size
     numbers += 2 * a.hidden_size + a.vocab_size
@@ -166,10 +167,6 @@ def _numbers(a: Architecture) -> int:
     """Numbers of a token at the taps of a layer, without those of gate, up, router and single experts."""
     query = a.num_heads * a.head_dim
     return 6 * a.hidden_size + 4 * (query + (query if a.latent else a.num_kv_heads * a.head_dim))
-
-
-def device_of(setup: Setup) -> str:
-    return default_device() if setup.device == "auto" else setup.device
 
 
 def layers_that_fit(setup: Setup, a: Architecture, free_gib: float, most: int) -> int:
@@ -219,7 +216,7 @@ def collect(setup: Setup, around: Around = lambda name, model: nullcontext()) ->
     architecture = read_architecture(setup.model)
     parallel = setup.learner.parallel
     device = initialize(parallel, setup.device, seed=0)
-    wanted = _tensor_ranks(setup)
+    wanted = parallel.tensor * parallel.pipeline * parallel.context
     if world_size() % wanted:
         raise InputError(f"parity: the layout takes a multiple of {wanted} ranks, {world_size()} were started")
     setup = replace(setup, device=device.type)
@@ -239,11 +236,6 @@ def collect(setup: Setup, around: Around = lambda name, model: nullcontext()) ->
         with closing(start_engine(setup)) as engine, around("vllm", engine):
             records += vllm_records(setup, engine)
     return records
-
-
-def _tensor_ranks(setup: Setup) -> int:
-    parallel = setup.learner.parallel
-    return parallel.tensor * parallel.pipeline * parallel.context
 
 
 def product_of(dtype: str) -> float:

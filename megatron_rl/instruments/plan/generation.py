@@ -49,10 +49,6 @@ class EngineMemory:
     longest: int  # tokens of the longest prompt plus the longest response
 
     @property
-    def total(self) -> float:
-        return self.weights + self.activations + self.graphs + max(self.cache, 0.0)
-
-    @property
     def tokens(self) -> int:
         """Number of tokens that fit in the cache."""
         return max(0, int(self.cache // self.token_bytes))

@@ -88,7 +88,11 @@ def render(plan: Plan, detail: bool = False) -> str:
     lines = [*_head(work), ""]
     for phase in memory.phases:
         lines += [*_phase(phase, memory), ""]
-    lines += [*_host(plan.host), ""]
+    host = plan.host
+    lines.append(
+        f"host memory: {host.total / GIB:.0f} of {host.capacity / GIB:.0f} GiB a node (--host-memory): {host.state}"
+    )
+    lines += [*(f"  {size / GIB:8.1f}  {what}" for what, size in host.items), ""]
     lines += [*_cache(work, memory), "", *_time(plan), _checkpoint(work), "", *_offload(work), ""]
     return "\n".join([*lines, *_layouts(plan), "", *_assumptions(work)])
 
@@ -171,13 +175,6 @@ def _phase(phase: Phase, memory: MemoryPlan) -> list[str]:
     return lines
 
 
-def _host(host: Phase) -> list[str]:
-    lines = [
-        f"host memory: {host.total / GIB:.0f} of {host.capacity / GIB:.0f} GiB a node (--host-memory): {host.state}"
-    ]
-    return lines + [f"  {size / GIB:8.1f}  {what}" for what, size in host.items]
-
-
 def _offload(work: Workload) -> list[str]:
     """Return a table of the gain and the price of each setting of `learner.offload` in the recipe's layout."""
     lines = [
@@ -231,7 +228,8 @@ def _time(plan: Plan) -> list[str]:
     if not plan.has_time:
         return ["step time     not known: the engine's cache does not hold the longest sequence"]
     tokens = work.recipe.num_sequences * work.mean_response
-    notes = {"generate": f"{_rounds(work)}{_deadline(plan)}"}
+    rounds = f", {work.sampling_rounds:g} rounds of sampling a step" if work.sampling_rounds > 1 else ""
+    notes = {"generate": rounds + "  ← longer than rollout.deadline_s" * bool(deadline_problem(work, t))}
     if work.recipe.rollout.engine == "vllm_server" and work.recipe.rollout.why_files:
         notes["refit"] = f", by files: {work.recipe.rollout.why_files}"
     lines = [f"step time     {_span(t)}, {tokens / t.total:.0f} response tokens/s; rewards not counted"]
@@ -257,14 +255,6 @@ def _checkpoint(work: Workload) -> str:
         f"checkpoint    {cost.size / GIB:.1f} GiB a rank {when}: whole after {duration(cost.written_s)} at "
         f"{hw.DISK / 1e9:g} GB/s a node"
     )
-
-
-def _deadline(plan: Plan) -> str:
-    return "  ← longer than rollout.deadline_s" if deadline_problem(plan.work, plan.time) else ""
-
-
-def _rounds(work: Workload) -> str:
-    return f", {work.sampling_rounds:g} rounds of sampling a step" if work.sampling_rounds > 1 else ""
 
 
 def _layouts(plan: Plan) -> list[str]:

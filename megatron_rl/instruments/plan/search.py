@@ -194,7 +194,11 @@ def problems(work: Workload, plan: MemoryPlan, layouts: Callable[[], list[Layout
         messages.append(_cache_problem(work, plan))
     if messages:
         fitting = next((layout for layout in layouts() if layout.fits), None)
-        messages.append(_instead(work, fitting))
+        gpus = f"{work.ranks} {work.gpu.name}"
+        if fitting is None:
+            messages.append(f"no layout of {gpus} fits with the other keys as they are; use more or larger GPUs")
+        else:
+            messages.append(f"a layout of {gpus} that fits: {fitting.overrides}")
     return messages
 
 
@@ -230,7 +234,8 @@ def _remedy(work: Workload, plan: MemoryPlan, phase: str) -> str:
             tried.append("lower rollout.kv_cache_gib, or raise rollout.tensor_parallel")
         elif most > 0 and memory_plan(work, utilization=most).holds_longest:
             tried.append(f"set rollout.gpu_memory_utilization to at most {most:.2f}")
-        freed = next((choice for choice in offload_choices(work) if _fits(work, choice)), None)
+        choices = offload_choices(work)
+        freed = next((c for c in choices if memory_plan(work.with_keys("learner", offload=c)).fits), None)
         if freed is not None:
             tried.append(f"let the learner leave: {offload_setting(freed)}")
         if tried:
@@ -259,10 +264,6 @@ def _fewer_tokens(work: Workload, phase: str) -> int | None:
             return tokens
         tokens -= 1024
     return None
-
-
-def _fits(work: Workload, offload: OffloadConfig) -> bool:
-    return memory_plan(work.with_keys("learner", offload=offload)).fits
 
 
 def _holds(work: Workload, phase: str, **changes: object) -> bool:
@@ -298,11 +299,3 @@ def _wider_engine(work: Workload) -> str:
         if not refused and memory_plan(wider).holds_longest:
             return f"Enough by itself: set rollout.tensor_parallel to {size}"
     return "No rollout.tensor_parallel that these GPUs allow is enough: shorten responses, or use larger GPUs"
-
-
-def _instead(work: Workload, fitting: Layout | None) -> str:
-    if fitting is None:
-        return (
-            f"no layout of {work.ranks} {work.gpu.name} fits with the other keys as they are; use more or larger GPUs"
-        )
-    return f"a layout of {work.ranks} {work.gpu.name} that fits: {fitting.overrides}"

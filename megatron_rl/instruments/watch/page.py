@@ -87,10 +87,7 @@ def _states(runs: Sequence[WatchedRun]) -> str:
 
 
 def _alarms(run: WatchedRun) -> str:
-    alarms = run.alarms()
-    lines = [f"{run.label}, step {alarm.step}: {alarm.name} {alarm.text}" for alarm in alarms[:ALARMS]]
-    lines += [f"{run.label}: {len(alarms) - ALARMS} earlier alarms"] if len(alarms) > ALARMS else []
-    return "\n".join(f'<p class="bad">{_escaped(line)}</p>' for line in lines)
+    return "\n".join(f'<p class="bad">{_escaped(line)}</p>' for line in run.alarm_lines(ALARMS))
 
 
 def _groups(runs: Sequence[WatchedRun]) -> list[Curves]:

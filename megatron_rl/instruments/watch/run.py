@@ -127,6 +127,12 @@ class WatchedRun:
                     texts[int(match["step"]), match["name"]] = printable(match["text"])
         return [SeenAlarm(*alarm, texts.get(alarm, "")) for alarm in found]
 
+    def alarm_lines(self, most: int) -> list[str]:
+        """Return a line for each of the newest alarms, at most ``most``, and one for those before them."""
+        alarms = self.alarms()
+        lines = [f"{self.label}, step {alarm.step}: {alarm.name} {alarm.text}" for alarm in alarms[:most]]
+        return lines + [f"{self.label}: {len(alarms) - most} earlier alarms"] * (len(alarms) > most)
+
 
 def open_runs(arguments: Sequence[str]) -> list[WatchedRun]:
     """Return the runs of RUN arguments (``PATH`` or ``label=PATH``) with unique labels. `InputError`: no such folder.

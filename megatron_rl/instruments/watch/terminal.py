@@ -118,14 +118,8 @@ def thinned(values: Sequence[float], points: int) -> list[float]:
 def _alarms(runs: Sequence[WatchedRun]) -> list[RenderableType]:
     lines = []
     for run in runs:
-        alarms = run.alarms()
-        lines += [
-            Text(f"{run.label}, step {alarm.step}: {alarm.name} {alarm.text}", style="bold red")
-            for alarm in alarms[:ALARMS]
-        ]
-        if len(alarms) > ALARMS:
-            lines.append(Text(f"{run.label}: {len(alarms) - ALARMS} earlier alarms", style="red"))
-        if alarms:
+        lines += (told := [Text(line, style="bold red") for line in run.alarm_lines(ALARMS)])
+        if told:
             lines.append(Text(f"what may have caused it: megatron-rl run why {shlex.quote(str(run.directory.root))}"))
     return [Text(""), *lines] if lines else []
 
