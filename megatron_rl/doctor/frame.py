@@ -103,7 +103,9 @@ def _in_processes(check: Check, setting: Setting, folder: Path, limit: float) ->
         if (path := _written(folder, environments[first])).is_file():  # it raised, and says what
             written = _read(path)
             outcome = replace(written, reason=f"rank {first}: {written.reason}") if len(processes) > 1 else written
-    return outcome, _tail(logs[first or 0]) if outcome.status == "fail" else ""
+    log = logs[first or 0]
+    says = outcome.status == "fail" and log.is_file()
+    return outcome, log.read_text(errors="replace")[-LOG_CHARACTERS:].strip() if says else ""
 
 
 def _meeting(check: Check, setting: Setting) -> tuple[object, dict[str, str]]:
@@ -189,10 +191,6 @@ def _died(code: int | None, process: int, count: int, limit: float, check: Check
     return failed(f"{who}left with status {code}", "The log has what it printed last.")
 
 
-def _tail(path: Path) -> str:
-    return path.read_text(errors="replace")[-LOG_CHARACTERS:].strip() if path.is_file() else ""
-
-
 def main(name: str, setting_file: str, outcome_file: str) -> int:
     faulthandler.enable()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -203,7 +201,9 @@ def main(name: str, setting_file: str, outcome_file: str) -> int:
     path = outcome_path(Path(outcome_file), int(os.environ.get("RANK", 0)))
     write_whole(path, json.dumps(asdict(outcome)))
     if not raised and "torch.distributed" in sys.modules:
-        _leave_together()
+        from megatron_rl.process.ranks import any_rank
+
+        any_rank(False)  # over gloo: one that leaves first takes connections down that its peers still read from
     sys.stdout.flush()
     sys.stderr.flush()
     # Engines leave threads and groups behind whose end may hang; what they could say is in the file.
@@ -230,13 +230,6 @@ def attempt(name: str, setting: Setting) -> tuple[Outcome, bool]:
     except Exception as error:  # noqa: BLE001 - a check that breaks has failed, whatever broke it
         traceback.print_exc()
         return failed(f"{type(error).__name__}: {error}", "The log has the stack."), True
-
-
-def _leave_together() -> None:
-    """Wait for the other ranks: one that leaves first takes connections down that its peers still read from."""
-    from megatron_rl.process.ranks import any_rank
-
-    any_rank(False)  # over gloo, also between GPUs
 
 
 if __name__ == "__main__":

@@ -197,18 +197,14 @@ def judge_norms(norms: dict[str, float], dtype: str, fix: str) -> Outcome:
 def context(setting: Setting) -> Outcome:
     """Two ranks that share each sequence, in attention and in the exchange of keys and values, find the gradient of
     ranks that have whole sequences."""
-    if setting.ranks % 2:
-        return not_run(f"context parallelism needs an even number of ranks; here is {setting.ranks}")
-    dtype = context_dtype(setting)
-    return judge_norms(gradient_norms(setting, [{"context": 1}, {"context": 2}], dtype), dtype, SHARED_SEQUENCES)
-
-
-def context_dtype(setting: Setting) -> str:
-    """TransformerEngine has the exchange of keys and values for 16-bit learners only."""
     from megatron_rl.learner.model import use_transformer_engine
     from megatron_rl.learner.process_groups import resolve_device
 
-    return "bf16" if use_transformer_engine(resolve_device(setting.device)) else "fp32"
+    if setting.ranks % 2:
+        return not_run(f"context parallelism needs an even number of ranks; here is {setting.ranks}")
+    # TransformerEngine has the exchange of keys and values for 16-bit learners only.
+    dtype = "bf16" if use_transformer_engine(resolve_device(setting.device)) else "fp32"
+    return judge_norms(gradient_norms(setting, [{"context": 1}, {"context": 2}], dtype), dtype, SHARED_SEQUENCES)
 
 
 # -- checkpoints

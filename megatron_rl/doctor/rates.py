@@ -138,12 +138,13 @@ def _filled(shape: tuple[int, ...], dtype: str, device: Any) -> Any:
     return torch.randn(shape, device=device).to(dtypes[dtype])
 
 
-def _seconds(call: Callable[[], Any], device: Any) -> float:
-    """Return the median time of ``call`` after a first one that does not count."""
+def _seconds(call: Callable[[], Any], device: Any, begin: Callable[[], None] = lambda: None) -> float:
+    """Return the median time of ``call``, without ``begin`` before it, after a first one that does not count."""
     import torch
 
     times = []
     for _ in range(1 + REPEATS):
+        begin()
         start = time.perf_counter()
         call()
         if device.type == "cuda":
@@ -243,7 +244,6 @@ def _short(value: float) -> float:
 
 SLOW_LINK = 0.5  # of the median link of its kind: links of one fabric differ by percents, one that fell back by factors
 LINK_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}
-LINK_REPEATS = 5
 LINK_KINDS = ("all_reduce", "all_to_all")
 _EXACT = 1024  # values stay below 2**24 in fp32, and sums of them are exact
 
@@ -338,16 +338,14 @@ def all_to_all(length: int, rank: int, size: int, device: Any) -> tuple[bool, fl
 def _timed(call: Callable[[], None], values: Any, reset: Callable[[], Any]) -> float:
     import torch.distributed as dist
 
-    times, device_ids = [], barrier_devices(values.device)
-    for _ in range(1 + LINK_REPEATS):  # the first one sets up connections
+    device_ids = barrier_devices(values.device)
+
+    def begin() -> None:
         reset()
-        values[0].item()
-        dist.barrier(device_ids=device_ids)
-        start = time.perf_counter()
-        call()
         values[0].item()  # waits for the GPU
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+        dist.barrier(device_ids=device_ids)
+
+    return _seconds(call, values.device, begin)
 
 
 def _link(answers: list[Any], number: int, ranks: tuple[int, ...], label: str) -> Link:

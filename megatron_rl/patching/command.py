@@ -107,12 +107,10 @@ def named_purposes(options: argparse.Namespace) -> list[str] | None:
 def choose(options: argparse.Namespace) -> list[Series]:
     """The upstreams that are named; without names, all that the command can do something with."""
     known = releases.names(options.patches)
-    if not options.upstream and options.action != "check":
-        if options.tree is not None:
-            return [releases.for_tree(options.patches, Path(options.tree).resolve())]
-        return [s for s in releases.of_installed_packages(options.patches) if s.purposes or options.series is None]
     if not options.upstream and options.tree is not None:
         return [releases.for_tree(options.patches, Path(options.tree).resolve())]
+    if not options.upstream and options.action != "check":
+        return [s for s in releases.of_installed_packages(options.patches) if s.purposes or options.series is None]
     wanted = options.upstream or known
     if unknown := [name for name in wanted if name not in known]:
         raise PatchError(f"no such upstream: {', '.join(unknown)}; there are: {', '.join(known)}")

@@ -157,7 +157,9 @@ def from_checkout(series: Series, checkout: Path, base: str, purpose: str | None
         name = names.get(subject) or re.sub(r"[^a-z0-9]+", "-", subject.lower()).strip("-")[:60] + ".patch"
         if name in texts:
             raise PatchError(f"{checkout}: two commits would become {name}")
-        change = _without_index(_git(checkout, *_DIFF, f"{commit}~", commit, "--"))
+        change = _git(checkout, *_DIFF, f"{commit}~", commit, "--")
+        # Without blob hashes: UPSTREAM has the tree's hash, and they change with every earlier edit.
+        change = re.sub(r"(?m)^index [0-9a-f]+\.\.[0-9a-f]+.*\n", "", change)
         texts[name] = f"{_ZERO}From: {author}\nSubject: [PATCH] {subject}\n\n{body.strip()}\n---\n{change}"
     first = {path: _show(checkout, base, path) for path in _changed("".join(texts.values()))}
     _write(series, first, texts, purpose)
@@ -166,11 +168,6 @@ def from_checkout(series: Series, checkout: Path, base: str, purpose: str | None
     text = (folder / "UPSTREAM").read_text()
     (folder / "UPSTREAM").write_text(re.sub(r"(?m)^Tree-Before:.*$", pin, text))
     return list(texts)
-
-
-def _without_index(diff: str) -> str:
-    """Return the diff without blob hashes: UPSTREAM has the tree's hash, and they change with every earlier edit."""
-    return re.sub(r"(?m)^index [0-9a-f]+\.\.[0-9a-f]+.*\n", "", diff)
 
 
 def _write(series: Series, pristine: Files, texts: dict[str, str], purpose: str | None = None) -> None:
