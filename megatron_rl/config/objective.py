@@ -157,6 +157,7 @@ Correction = Annotated[
     Discriminator("mode"),
 ]
 WEIGHTING_MODES = ("is", "tis", "mis", "icepop")
+SEQUENCE_MASKS = ("reject", "veto", "opsm")
 
 
 def user_functions(config: ObjectiveConfig) -> list[str]:
@@ -169,6 +170,11 @@ def user_functions(config: ObjectiveConfig) -> list[str]:
 def is_weight(correction: Correction) -> bool:
     """Whether it multiplies by an importance ratio."""
     return correction.mode in WEIGHTING_MODES or getattr(correction, "is_weight", False)
+
+
+def is_of_one_token(correction: Correction) -> bool:
+    """Whether it is a function of the token's own ratio alone, which `score_centering` takes of other tokens too."""
+    return correction.mode in (*WEIGHTING_MODES, "mask") and getattr(correction, "level", "token") == "token"
 
 
 def label_of(section: Section, key: Literal["name", "mode"]) -> str:
@@ -232,6 +238,10 @@ class ObjectiveConfig(Section):
     ] = []
     """Weights and masks against the training-inference mismatch; they multiply the policy term, and each other.
     `file.py:function` in the place of a mode: your own."""
+    score_centering: bool = False
+    """true: the sampler's mean score is subtracted from the score of each token (arXiv 2609.20807), summed over the
+    head that `rollout.sampled_head` brings. Policy term `reinforce`, with corrections of single tokens and masks of
+    whole sequences."""
     log_ratio_penalty: NonNegativeFloat = 0.0
     """λ: λ (log r)² is added to the loss of each token, whatever the corrections do; (log w)² where the objective is
     anchored on the rollout engine (reinforce, dppo, vespo, anchor bypass). 0: none."""
@@ -294,11 +304,30 @@ class ObjectiveConfig(Section):
                 f"router_shift with policy term {name}, anchor {self.anchor}: it weighs the ratio of the learner's two "
                 "policies; use a term with r and anchor: recompute, or null"
             )
+        if self.score_centering:
+            self._check_centering(name)
         if sum(getattr(item, "normalize", False) for item in self.correction) > 1:
             raise ValueError("normalize on more than one correction: a product of weights has one mean; use it once")
         for message in objective_warnings(self):
             warnings.warn(message, ObjectiveWarning, stacklevel=2)
         return self
+
+    def _check_centering(self, name: str) -> None:
+        if name != "reinforce":
+            raise ValueError(
+                f"score_centering with policy term {name}: the mean score is known for terms that multiply log pi by a "
+                "function of the token's own ratio; use policy_term: reinforce, or score_centering: false"
+            )
+        for item in self.correction:
+            mode, level = label_of(item, "mode"), getattr(item, "level", "token")
+            is_mask = item.mode in SEQUENCE_MASKS or (item.mode == "mask" and level != "token")
+            if item.mode != "none" and not is_of_one_token(item) and not is_mask:
+                at = "" if item.mode == "function" else f" at level {level}"
+                raise ValueError(
+                    f"score_centering with correction mode {mode}{at}, which is not a function of one token's ratio: "
+                    "what it weighs other tokens by is not known; use level: token, a mask of whole sequences, or "
+                    "score_centering: false"
+                )
 
     @property
     def anchored_on_rollout(self) -> bool:
@@ -373,6 +402,10 @@ def objective_warnings(config: ObjectiveConfig) -> list[str]:
         warnings.append(
             "anchor interpolate without a weight leaves out the ratio of the interpolated policy to mu, which is in "
             "the paper's loss; add correction is or tis"
+        )
+    if config.score_centering and [item.mode for item in config.correction if is_of_one_token(item)] == ["is"]:
+        warnings.append(
+            "score_centering with correction is alone: the weighted mean score is 0 already; use tis, or none"
         )
     if len(weighting) > 1:
         warnings.append(

@@ -70,6 +70,18 @@ def section_problems(recipe: RecipeSections) -> list[str]:
         problems += rounding_problems(recipe)
     if recipe.objective.router_shift is not None:
         problems += router_shift_problems(recipe)
+    head = recipe.rollout.sampled_head
+    if recipe.objective.score_centering and not head:
+        wanted = recipe.rollout.top_k if recipe.rollout.kept_sets else 128
+        problems.append(
+            "objective.score_centering: true needs the sampler's most probable tokens, but rollout.sampled_head is 0; "
+            f"set it to {wanted}"
+        )
+    if head and not recipe.objective.score_centering:
+        problems.append(
+            f"rollout.sampled_head: {head}, but objective.score_centering is false and nothing reads the head; set "
+            "that to true, or use 0"
+        )
     if recipe.objective.advantage == "min_variance" and recipe.learner.dtype == "fp16":
         problems.append(
             "objective.advantage: min_variance with learner.dtype fp16, whose loss scale would overflow in gradients "

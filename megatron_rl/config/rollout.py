@@ -149,6 +149,10 @@ class RolloutConfig(Section):
     kept_sets: bool = False
     """true: the engine returns with each token the set that top-k and top-p kept, and the learner's softmax is over the
     same set, so that mu and pi are distributions over it. Needs `top_k` of 1 to 1024; engine `vllm` only."""
+    sampled_head: OffCount = 0
+    """k: with each token come the k tokens that were most probable there, and their log mu, for
+    `objective.score_centering`; at most 1024. 128 in arXiv 2609.20807, where 32 did as well. With `kept_sets` the head
+    is the kept set, and k has to be `top_k`. 0 or null: none."""
     stop_token_ids: list[NonNegativeInt] | None = None
     """Tokens that end a response and stay in it. null: `eos_token_id` of the checkpoint's generation_config.json.
     []: only `max_response_length` ends one."""
@@ -192,8 +196,8 @@ class RolloutConfig(Section):
 
     @property
     def candidates(self) -> int:
-        """Most tokens of a kept set that the engine returns; 0 without `kept_sets`."""
-        return (self.top_k or 0) + SPARE_CANDIDATES if self.kept_sets else 0
+        """Most probable tokens that the engine returns with each: most of a kept set, or the head; 0: none."""
+        return (self.top_k or 0) + SPARE_CANDIDATES if self.kept_sets else self.sampled_head
 
     @property
     def hang_limit_s(self) -> float | None:
@@ -245,6 +249,36 @@ class RolloutConfig(Section):
             )
         if self.engine != "vllm":
             raise ValueError(f"kept_sets: true, but engine {self.engine} returns no sets; use engine: vllm")
+        return self
+
+    @model_validator(mode="after")
+    def _head_is_known(self) -> RolloutConfig:
+        head = self.sampled_head
+        if not head:
+            return self
+        named = f"sampled_head: {head}"
+        if head > MOST_KEPT:
+            raise ValueError(f"{named}: at most {MOST_KEPT} are returned; 128 is what the paper takes")
+        if self.engine == "exact":
+            raise ValueError(
+                f"{named} with engine: exact, which returns no head; without a dose mu is pi, and every coefficient of "
+                "score_centering is 0; use engine: vllm or vllm_server, or sampled_head: 0"
+            )
+        if self.function is not None:
+            raise ValueError(
+                f"{named} with function: {self.function}: conversations carry no heads; use function: null, or "
+                "sampled_head: 0"
+            )
+        if self.kept_sets and head != self.top_k:
+            raise ValueError(
+                f"{named} with kept_sets: true, whose head is the set that top_k: {self.top_k} keeps; use "
+                f"sampled_head: {self.top_k}"
+            )
+        if not self.kept_sets and (self.top_p < 1 or self.top_k):
+            raise ValueError(
+                f"{named} with top_p: {self.top_p:g}, top_k: {self.top_k}, which cut the tail off mu but not off pi; "
+                "use top_p: 1 and top_k: 0, or kept_sets: true"
+            )
         return self
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.errors import InputError
 from megatron_rl.objective.aggregation import MetricStats, count, kept_tokens, token_factors
+from megatron_rl.objective.centering import center, split
 from megatron_rl.objective.corrections import Corrected, correct, normalized
 from megatron_rl.objective.inputs import (
     MAX_LOG_RATIO,
@@ -50,8 +51,8 @@ def compute_objective(
     for the device; reading ``result.metrics`` does.
 
     Per token: loss = φ · ξ · weight · term + regularizer, times the factor of the aggregation. Only term and
-    regularizer have a gradient (algorithms.md §2 term and regularizer, §3 weight, §4 factor, §5 φ and ξ). `noise_key`
-    (seed, step) selects the draw of ξ.
+    regularizer have a gradient (algorithms.md §2 term and regularizer, §3 weight, §4 factor, §5 φ and ξ), and what
+    `score_centering` subtracts (§3). `noise_key` (seed, step) selects the draw of ξ.
 
     Raises InputError if shapes disagree or a needed tensor is absent.
     """
@@ -65,11 +66,16 @@ def compute_objective(
     term = policy_term(tokens, config.policy_term)
     weight = _token_weight(tokens, config, corrected, denominators is None, NoiseKey(*noise_key))
     loss = policy_loss = (term.loss * (weight * factor)).sum()
+    centering = None
+    if config.score_centering:
+        centering = center(tokens, inputs.head, config)
+        weight = _bracket_weight(tokens, config, denominators is None, NoiseKey(*noise_key))
+        loss = policy_loss = policy_loss + (centering.mean * (tokens.advantages * weight * factor)).sum()
     regularizer = _regularizer(tokens, config)
     if regularizer is not None:
         regularizer = (regularizer * kept * factor).sum()
         loss = policy_loss + regularizer
-    return ObjectiveResult(loss, collect(tokens, config, term, corrected, policy_loss, regularizer))
+    return ObjectiveResult(loss, collect(tokens, config, term, corrected, policy_loss, regularizer, centering))
 
 
 def _regularizer(tokens: Tokens, config: ObjectiveConfig) -> Tensor | None:
@@ -101,6 +107,12 @@ def _token_weight(
         ids = ids_for_noise(tokens, whole_minibatch)
         weight = weight * variance_factor(tokens, config.variance, key, ids)
     return weight
+
+
+def _bracket_weight(tokens: Tokens, config: ObjectiveConfig, whole_minibatch: bool, key: NoiseKey) -> Tensor:
+    """Return the same without the corrections of one token, which f of the centred score contains: tokens."""
+    masks = config.model_copy(update={"correction": split(config)[1]})
+    return _token_weight(tokens, masks, correct(tokens, masks), whole_minibatch, key)
 
 
 def _denominators(

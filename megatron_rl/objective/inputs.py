@@ -175,6 +175,19 @@ class _SegmentExpand(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
+class Head:
+    """Of each token the k tokens that the sampler held for most probable there, its head (`objective.score_centering`).
+
+    Where there are fewer than k, log mu of the rest is -inf.
+    """
+
+    current: Tensor  # [tokens, k], log pi, with gradient
+    inference: Tensor  # [tokens, k], log mu, of the whole distribution
+    has_sampled: Tensor  # bool tokens: whether the sampled token is one of them
+    is_whole: bool = False  # mu and pi are distributions over the head (`rollout.kept_sets`)
+
+
+@dataclass(frozen=True)
 class ObjectiveInputs:
     """Log-probs of the sampled tokens, padded [B, T], or packed [N] with `cu_seqlens`; whole sequences either way.
 
@@ -182,7 +195,7 @@ class ObjectiveInputs:
     converted to float32.
     """
 
-    current_logprobs: Tensor  # tokens, log pi; the only tensor that gets a gradient, but for the entropy
+    current_logprobs: Tensor  # tokens, log pi; with gradient; else only entropy and head have one
     old_logprobs: Tensor | None  # tokens, log po; None if each rollout batch has one update, so that po = sg(pi)
     inference_logprobs: Tensor | None  # tokens, log mu; None: no correction and no mismatch metrics
     advantages: Tensor  # [B], or tokens (a packed tensor of N values is per token)
@@ -191,6 +204,7 @@ class ObjectiveInputs:
     sequence_ids: Tensor | None = None  # [B] int64, the same in every layout; key of the variance noise
     entropy: Tensor | None = None  # tokens, nats; averaged into actor/entropy, and with its gradient into entropy_bonus
     distances: Tensor | None = None  # tokens, int: optimizer steps since the weights that sampled: metrics, anchor
+    head: Head | None = None
     router_shift: Tensor | None = None  # tokens: mean |log score - log old score| of the old experts of all layers
 
 
@@ -342,6 +356,13 @@ def _check_shapes(inputs: ObjectiveInputs) -> None:
             f"advantages has shape {list(inputs.advantages.shape)}; expected [{num_sequences}], one per sequence, "
             f"or {list(shape)}, one per token"
         )
+    if (head := inputs.head) is not None:
+        shapes = [tuple(x.shape) for x in (head.current[..., 0], head.inference[..., 0], head.has_sampled)]
+        if shapes != [shape] * 3 or head.current.shape != head.inference.shape:
+            raise InputError(
+                f"head has log-probs of shapes {list(head.current.shape)} and {list(head.inference.shape)}; expected "
+                f"{[*shape, 'k']} twice"
+            )
     ids = inputs.sequence_ids
     if ids is not None and (tuple(ids.shape) != (num_sequences,) or ids.dtype != torch.int64):
         raise InputError(f"sequence_ids is {ids.dtype} {list(ids.shape)}; expected torch.int64 [{num_sequences}]")
@@ -358,6 +379,7 @@ def check_available(inputs: ObjectiveInputs, config: ObjectiveConfig) -> None:
         ]
         users += [f"policy term {term}"] if config.policy_term.carries_w else []
         users += [] if config.anchor == "recompute" else [f"anchor {config.anchor}"]
+        users += ["score_centering"] if config.score_centering else []
         users += ["log_ratio_penalty"] if config.log_ratio_penalty and config.anchored_on_rollout else []
         if users:
             raise InputError(
@@ -369,6 +391,11 @@ def check_available(inputs: ObjectiveInputs, config: ObjectiveConfig) -> None:
     if inputs.router_shift is None and config.router_shift is not None:
         raise InputError(
             "router_shift is None, but objective.router_shift needs how far the routers have moved; pass it"
+        )
+    if inputs.head is None and config.score_centering:
+        raise InputError(
+            "head is None, but score_centering needs the sampler's most probable tokens; sample with "
+            "rollout.sampled_head, or use score_centering: false"
         )
     if inputs.entropy is None and config.entropy_bonus:
         raise InputError("entropy is None, but entropy_bonus needs it; pass it with its gradient, or use 0")

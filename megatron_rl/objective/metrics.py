@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.objective.aggregation import Collector, MetricStats
+from megatron_rl.objective.centering import Centering
 from megatron_rl.objective.corrections import Corrected
 from megatron_rl.objective.inputs import MAX_LOG_RATIO, ObjectiveInputs, Tokens, read_tokens, safe_exp
 from megatron_rl.objective.instruments import REFERENCE_DISTORTION, is_low
@@ -208,10 +209,18 @@ def collect(
     corrected: Corrected,
     loss: Tensor,
     regularizer: Tensor | None = None,
+    centering: Centering | None = None,
 ) -> MetricStats:
     """Return the statistics of one call of compute_objective; `loss` and `regularizer` are its shares of the loss."""
     collector = start(tokens)
     collector.add("pg_loss", loss)
+    if centering is not None:
+        collector.add("head mu", centering.mu_mass)
+        collector.range_of("head mu", centering.mu_mass, tokens.mask, smallest=True)
+        collector.add("head pi", centering.pi_mass)
+        collector.add("ρ", centering.tail_ratio * tokens.weight)
+        collector.add("|c|", centering.coefficients)
+        collector.add("sampled in head", centering.has_sampled)
     if regularizer is not None:
         collector.add("regularizer", regularizer)
     collector.add("log r", tokens.log_ratio)
@@ -330,6 +339,8 @@ def finalize_metrics(stats: MetricStats) -> dict[str, float]:
     metrics = {**_actor_metrics(sums), **_correction_metrics(sums, maxs, mins)}
     if "rho" in sums:
         metrics.update(_mismatch_metrics(sums, maxs))
+    if "|c|" in sums:
+        metrics.update(_centering_metrics(sums, mins))
     if "po - mu" in maxs:
         metrics.update(finalize_detail(sums, maxs, mins))
     if f"tokens of age {LABELS[0]}" in sums:
@@ -362,6 +373,19 @@ def _actor_metrics(sums: dict[str, float]) -> dict[str, float]:
         metrics["actor/router_weight"] = 1 - sums["1 - γ"] / num_tokens
         metrics["actor/router_floor_frac"] = sums["γ_min"] / num_tokens
     return metrics
+
+
+def _centering_metrics(sums: dict[str, float], mins: dict[str, float]) -> dict[str, float]:
+    num_tokens = max(sums["tokens"], 1.0)
+    metrics = {
+        "head_mass_mu": sums["head mu"] / num_tokens,
+        "head_mass_min": _finite(mins["head mu"]),
+        "head_mass_pi": sums["head pi"] / num_tokens,
+        "tail_ratio": sums["ρ"] / num_tokens,
+        "abs_coeff_sum": sums["|c|"] / num_tokens,
+        "outside_frac": 1 - sums["sampled in head"] / num_tokens,
+    }
+    return {f"score_centering/{name}": value for name, value in metrics.items()}
 
 
 def _spurious_metrics(sums: dict[str, float]) -> dict[str, float]:

@@ -39,7 +39,8 @@ def check_user_functions(config: ObjectiveConfig) -> None:
         check_function(name, "objective")
     if not names:
         return
-    config = config.model_copy(update={"router_shift": None})  # the batch has no routers, and r may be any number
+    # The batch has no routers and no heads, and r may be any number.
+    config = config.model_copy(update={"router_shift": None, "score_centering": False})
     _check_advantage(config.advantage)
     batch = _batch()
     _check_term(config, batch)

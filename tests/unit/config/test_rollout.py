@@ -4,6 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.errors import InputError
+from megatron_rl.run.prepare import check_recipe
 from tests.support.tiny import tiny_recipe
 
 
@@ -18,6 +20,36 @@ from tests.support.tiny import tiny_recipe
 def test_sets_that_nobody_returns_are_refused(rollout, message):
     with pytest.raises(ValidationError, match=message):
         RolloutConfig.model_validate({"kept_sets": True, **rollout})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"sampled_head": 1025}, "at most 1024 are returned"),
+        ({"engine": "exact"}, "returns no head; without a dose mu is pi, and every coefficient"),
+        ({"function": "f.py:f"}, "conversations carry no heads; use function: null"),
+        ({"top_k": 8, "kept_sets": True}, "whose head is the set that top_k: 8 keeps; use sampled_head: 8"),
+        ({"top_k": 8}, "cut the tail off mu but not off pi; use top_p: 1"),
+        ({"top_p": 0.9}, "or kept_sets: true"),
+    ],
+)
+def test_heads_that_nobody_returns_are_refused(rollout, message):
+    with pytest.raises(ValidationError, match=message):
+        RolloutConfig.model_validate({"sampled_head": 32, **rollout})
+
+
+def test_a_head_is_asked_for_where_scores_are_centred():
+    centred = {"policy_term": "reinforce", "score_centering": True}
+    assert tiny_recipe(objective=centred, rollout={"sampled_head": 32}).rollout.candidates == 32
+    kept = {"top_k": 8, "kept_sets": True}
+    assert tiny_recipe(objective=centred, rollout={"sampled_head": 8, **kept}).rollout.candidates == 8 + 16
+    for rollout, wanted in (({}, 128), (kept, 8)):
+        with pytest.raises(ValidationError, match=f"rollout.sampled_head is 0; set it to {wanted}"):
+            tiny_recipe(objective=centred, rollout=rollout)
+    with pytest.raises(ValidationError, match="nothing reads the head"):
+        tiny_recipe(rollout={"sampled_head": 32})
+    with pytest.raises(InputError, match=r"rollout.sampled_head: 129, but the model has 128 tokens"):
+        check_recipe(tiny_recipe(objective=centred, rollout={"sampled_head": 129}))
 
 
 @pytest.mark.parametrize(
