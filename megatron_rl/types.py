@@ -57,6 +57,8 @@ class Rollout:
     routed_experts: np.ndarray | None = None  # [S - 1, L, K] uint8/uint16; the last sampled token has none
     route_checksums: np.ndarray | None = None  # [S - 1 + L] int64, per row, then per layer: `routing.payload`
     kept_tokens: np.ndarray | None = None  # [R, C] int32, what mu and pi are distributions over, then -1; None: all
+    head_tokens: np.ndarray | None = None  # [R, k] int32, the most probable tokens at each place; None: as kept_tokens
+    head_logprobs: np.ndarray | None = None  # [R, k] float32, log mu of them, -inf where there is none; None: no head
     exact_logprobs: np.ndarray | None = None  # [R] float32, engine exact: log po must equal it bit for bit
     sampled: np.ndarray | None = None  # [R] bool, tokens that the policy sampled (`rollout.function`); None: all
     text: str = ""  # decoded response, special tokens removed; empty where another rank sampled it

@@ -196,8 +196,8 @@ class RolloutConfig(Section):
 
     @property
     def candidates(self) -> int:
-        """Most probable tokens that the engine returns with each: most of a kept set, or the head; 0: none."""
-        return (self.top_k or 0) + SPARE_CANDIDATES if self.kept_sets else self.sampled_head
+        """Most tokens of a kept set that the engine returns; 0 without `kept_sets`."""
+        return (self.top_k or 0) + SPARE_CANDIDATES if self.kept_sets else 0
 
     @property
     def hang_limit_s(self) -> float | None:

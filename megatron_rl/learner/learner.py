@@ -58,6 +58,7 @@ from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.objective import (
     Denominators,
+    Head,
     MetricStats,
     NoiseKey,
     ObjectiveInputs,
@@ -291,7 +292,13 @@ class Learner:
         unit = torch.ones((), dtype=torch.int, device=logits.device)
         if not microbatch.indices:
             return logits.sum() * 0.0, unit, None
-        logprobs, entropy = self._token_logprobs(logits, microbatch)
+        logprobs, entropy, *of_head = self._token_logprobs(
+            logits, microbatch, microbatch.head if self.recipe.objective.score_centering else None
+        )
+        head = None
+        if of_head:
+            is_whole = microbatch.kept is not None
+            head = Head(*of_head, microbatch.head_inference, microbatch.head_has_sampled, is_whole)
         inputs = ObjectiveInputs(
             current_logprobs=logprobs,
             old_logprobs=microbatch.old_logprobs,
@@ -302,6 +309,7 @@ class Learner:
             sequence_ids=torch.tensor(microbatch.indices, device=logits.device),
             entropy=entropy,
             distances=self._distances(microbatch),
+            head=head,
             router_shift=router_shift(microbatch),
         )
         noise = NoiseKey(self.recipe.seed, self.num_updates)
@@ -369,13 +377,17 @@ class Learner:
         pieces = logprobs.detach().cpu().split(microbatch.response_lengths)
         return [(i, p.numpy()) for i, p in zip(microbatch.indices, pieces, strict=True)]
 
-    def _token_logprobs(self, logits: torch.Tensor, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _token_logprobs(
+        self, logits: torch.Tensor, microbatch: Microbatch, head: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Log-probs [n] and entropy [n], and log-probs [n, k] of ``head`` [m, k] where there is one."""
         options = {
             "vocab_size": self.architecture.vocab_size,
             "temperature": self.recipe.rollout.temperature,
             "group": parallel_state.get_tensor_model_parallel_group(),
             "entropy_gradient": self.recipe.objective.entropy_bonus > 0,
             "kept": microbatch.kept,
+            "head": head,
         }
         if self.head is not None:
             outputs = self.head.token_logprobs(logits, microbatch.positions, microbatch.labels, **options)
@@ -385,8 +397,10 @@ class Learner:
         if microbatch.places is None:
             return outputs
         # The objective takes whole sequences, whichever ranks have computed them.
-        logprobs, entropy = gather_tokens(torch.stack(outputs), microbatch.places, len(microbatch.loss_mask))
-        return logprobs, entropy if options["entropy_gradient"] else entropy.detach()
+        own = torch.stack([*outputs[:2], *(x for output in outputs[2:] for x in output.unbind(dim=1))])
+        logprobs, entropy, *of_head = gather_tokens(own, microbatch.places, len(microbatch.loss_mask))
+        of_head = [torch.stack(of_head, dim=1)] if of_head else []
+        return logprobs, entropy if options["entropy_gradient"] else entropy.detach(), *of_head
 
     def _routing_mode(self, updating: bool) -> RoutingMode:
         """How tokens are routed in an update, or in a pass for log-probs: R2 has routes only after its own pass."""

@@ -35,7 +35,8 @@ def token_logprobs(
     exact: bool = False,
     entropy_gradient: bool = False,
     kept: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    head: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
     """``log softmax(logits[positions] / temperature)[labels]`` and the entropy of the same distributions.
 
     Args:
@@ -48,19 +49,23 @@ def token_logprobs(
         exact: of exact mode, whose kernels are used where there are any.
         entropy_gradient: the entropy is differentiable, too.
         kept: [n, C] int64, the tokens that each distribution is over, then -1; labels are among them. None: all.
+        head: [n, k] int64, further tokens, -1 for none, whose log-probs are wanted; not under ``exact``. None: none.
 
     Returns:
-        log-probs [n] float32, differentiable; entropy in nats [n] float32, detached unless ``entropy_gradient``.
+        log-probs [n] float32, differentiable; entropy in nats [n] float32, detached unless ``entropy_gradient``; with
+        ``head``, its log-probs [n, k] float32, differentiable, any number without a gradient where there is no token.
     """
     return _TokenLogprobs.apply(
-        logits, positions, labels, vocab_size, temperature, group, exact, entropy_gradient, kept
+        logits, positions, labels, vocab_size, temperature, group, exact, entropy_gradient, kept, head
     )
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, positions, labels, vocab_size, temperature, group, exact, entropy_gradient, kept):
+    def forward(ctx, logits, positions, labels, vocab_size, temperature, group, exact, entropy_gradient, kept, head):
         first = logits.size(1) * (group.rank() if group is not None else 0)
+        of_head = None if head is None else torch.empty(head.shape, dtype=torch.float32, device=logits.device)
+        assert head is None or not exact
         if exact and on_kernels(logits):
             width = min(max(0, vocab_size - first), logits.size(1))
             statistics = kernel_ops().token_statistics(
@@ -74,26 +79,31 @@ class _TokenLogprobs(torch.autograd.Function):
                 x = _scaled(logits, positions[rows], vocab_size, first, temperature)
                 keep_sets(x, kept, rows, first)
                 logprobs[rows], entropy[rows], logsumexp[rows] = row_statistics(x, labels[rows], first, group)
-        ctx.save_for_backward(logits, positions, labels, logsumexp, entropy, kept)
+                if head is not None:
+                    of_head[rows] = _of_tokens(x, head[rows], first, group) - logsumexp[rows, None]
+        ctx.save_for_backward(logits, positions, labels, logsumexp, entropy, kept, head)
         ctx.numbers = (vocab_size, temperature, first)
         ctx.entropy_gradient = entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return (logprobs, entropy) if head is None else (logprobs, entropy, of_head)
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):
-        logits, positions, labels, logsumexp, entropy, kept = ctx.saved_tensors
+    def backward(ctx, grad_logprobs, grad_entropy, grad_head=None):
+        logits, positions, labels, logsumexp, entropy, kept, head = ctx.saved_tensors
         vocab_size, temperature, first = ctx.numbers
         grad = torch.zeros_like(logits)
         for rows in torch.arange(len(positions), device=logits.device).split(LOGIT_CHUNK_ROWS):
             x = _scaled(logits, positions[rows], vocab_size, first, temperature)
             keep_sets(x, kept, rows, first)
             of_entropy = (grad_entropy[rows], entropy[rows]) if ctx.entropy_gradient else None
-            _logit_gradient(x, labels[rows], first, logsumexp[rows], temperature, grad_logprobs[rows], of_entropy)
+            of_head = None if head is None else (grad_head[rows], head[rows])
+            _logit_gradient(
+                x, labels[rows], first, logsumexp[rows], temperature, grad_logprobs[rows], of_entropy, of_head
+            )
             grad[positions[rows]] = x.to(grad.dtype)
             del x  # frees this piece before the next one is made
-        return grad, None, None, None, None, None, None, None, None
+        return grad, None, None, None, None, None, None, None, None, None
 
 
 def _logit_gradient(
@@ -104,11 +114,13 @@ def _logit_gradient(
     temperature: float,
     grad_logprobs: torch.Tensor,
     of_entropy: tuple[torch.Tensor, torch.Tensor] | None,
+    of_head: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Turn logits over temperature ``x`` [rows, V/tp] into the gradient of the loss in the logits z, in place.
 
     d log p(y) / d z_v = (1[v = y] − p_v) / temperature; d H / d z_v = −p_v (log p_v + H) / temperature.
-    ``of_entropy``: gradient of the loss in H, and H, both [rows]; None where H has none.
+    ``of_entropy``: gradient of the loss in H, and H, both [rows]; None where H has none. ``of_head``: gradient in the
+    log-probs of a head, and its tokens, both [rows, k].
     """
     scale = grad_logprobs / temperature
     x.sub_(logsumexp[:, None])
@@ -117,9 +129,16 @@ def _logit_gradient(
         grad_entropy, entropy = of_entropy
         # p log p of a masked column is 0 · (-inf), so it is left out
         slope = slope + (x.masked_fill(x.isneginf(), 0.0) + entropy[:, None]) * (grad_entropy / temperature)[:, None]
+    if of_head is not None:
+        grad_head, head = of_head
+        of_head = grad_head.masked_fill(head < 0, 0.0) / temperature
+        slope = slope + of_head.sum(dim=1, keepdim=True)
     x.exp_().mul_(-slope)
     local, inside = local_labels(labels, first, x.size(1))
     x.scatter_add_(1, local[:, None], (scale * inside)[:, None])
+    if of_head is not None:
+        local, inside = local_labels(head, first, x.size(1))
+        x.scatter_add_(1, local, of_head * inside)
 
 
 def _scaled(logits, positions, vocab_size, first, temperature) -> torch.Tensor:
@@ -164,6 +183,15 @@ def row_statistics(
     # p log p of a masked column is 0 · (-inf), so it is left out
     mean_logit = (weights * x.masked_fill(weights == 0, 0.0)).sum(dim=1)
     return _finished(top, torch.stack([weights.sum(dim=1), label_logit, mean_logit]), group)
+
+
+def _of_tokens(x: torch.Tensor, tokens: torch.Tensor, first: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Logits of ``tokens`` [rows, k] in ``x`` [rows, V/tp] of all ranks; 0 where there is no token."""
+    local, inside = local_labels(tokens, first, x.size(1))
+    chosen = x.gather(1, local).masked_fill(~inside, 0.0)
+    if group is not None and group.size() > 1:
+        dist.all_reduce(chosen, group=group)
+    return chosen
 
 
 def _joined(
@@ -219,7 +247,7 @@ class FusedHead:
 
     def token_logprobs(
         self, hidden: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         """``hidden`` [1, N/tp, H]: what the model's forward pass just returned. The rest as for `head_logprobs`."""
         hidden = hidden.transpose(0, 1)
         if self.config.sequence_parallel:
@@ -240,43 +268,47 @@ def head_logprobs(
     group: dist.ProcessGroup | None = None,
     entropy_gradient: bool = False,
     kept: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    head: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
     """``log softmax(hidden[positions] · weightᵀ / temperature)[labels]`` and the entropy of the same distributions.
 
     Args:
         hidden: [N, H], the same on every tensor-parallel rank.
         weight: [V/tp, H], this rank's rows.
-        positions, labels, vocab_size, temperature, group, entropy_gradient, kept: as for `logprobs.token_logprobs`.
+        positions, labels, vocab_size, temperature, group, entropy_gradient, kept, head: as for `token_logprobs`.
 
     Returns:
         log-probs [n] float32, differentiable (in ``hidden`` the part of this rank's columns); entropy in nats [n]
-        float32, detached unless ``entropy_gradient``.
+        float32, detached unless ``entropy_gradient``; with ``head``, its log-probs [n, k] float32, differentiable.
     """
     return _HeadLogprobs.apply(
-        hidden, weight, positions, labels, vocab_size, temperature, group, entropy_gradient, kept
+        hidden, weight, positions, labels, vocab_size, temperature, group, entropy_gradient, kept, head
     )
 
 
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, positions, labels, vocab_size, temperature, group, entropy_gradient, kept):
+    def forward(ctx, hidden, weight, positions, labels, vocab_size, temperature, group, entropy_gradient, kept, head):
         first = len(weight) * (group.rank() if group is not None else 0)
         logprobs = torch.empty(len(positions), dtype=torch.float32, device=hidden.device)
         entropy, logsumexp = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        of_head = None if head is None else torch.empty(head.shape, dtype=torch.float32, device=hidden.device)
         for rows in torch.arange(len(positions), device=hidden.device).split(LOGIT_CHUNK_ROWS):
             x = _logits(hidden[positions[rows]], weight, vocab_size, first, temperature)
             keep_sets(x, kept, rows, first)
             logprobs[rows], entropy[rows], logsumexp[rows] = row_statistics(x, labels[rows], first, group)
-        ctx.save_for_backward(hidden, weight, positions, labels, logsumexp, entropy, kept)
+            if head is not None:
+                of_head[rows] = _of_tokens(x, head[rows], first, group) - logsumexp[rows, None]
+        ctx.save_for_backward(hidden, weight, positions, labels, logsumexp, entropy, kept, head)
         ctx.numbers = (vocab_size, temperature, first)
         ctx.entropy_gradient = entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return (logprobs, entropy) if head is None else (logprobs, entropy, of_head)
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, positions, labels, logsumexp, entropy, kept = ctx.saved_tensors
+    def backward(ctx, grad_logprobs, grad_entropy, grad_head=None):
+        hidden, weight, positions, labels, logsumexp, entropy, kept, head = ctx.saved_tensors
         vocab_size, temperature, first = ctx.numbers
         grad_hidden = torch.zeros_like(hidden)
         # The sum over pieces is fp32: in 16 bits every further piece would lose a little.
@@ -286,14 +318,17 @@ class _HeadLogprobs(torch.autograd.Function):
             x = _logits(states, weight, vocab_size, first, temperature)
             keep_sets(x, kept, rows, first)
             of_entropy = (grad_entropy[rows], entropy[rows]) if ctx.entropy_gradient else None
-            _logit_gradient(x, labels[rows], first, logsumexp[rows], temperature, grad_logprobs[rows], of_entropy)
+            of_head = None if head is None else (grad_head[rows], head[rows])
+            _logit_gradient(
+                x, labels[rows], first, logsumexp[rows], temperature, grad_logprobs[rows], of_entropy, of_head
+            )
             x = x.to(weight.dtype)
             grad_hidden[positions[rows]] = x @ weight
             if grad_weight is not None:
                 grad_weight += x.t() @ states
             del x  # frees this piece before the next one is made
         grad_weight = grad_weight.to(weight.dtype) if grad_weight is not None else None
-        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None, None
 
 
 def _logits(states, weight, vocab_size, first, temperature) -> torch.Tensor:

@@ -115,6 +115,9 @@ class Microbatch:
     policy_versions: torch.Tensor  # [n] int64
     num_real_tokens: int  # N without padding
     kept: torch.Tensor | None = None  # [m, C] int64: tokens that each distribution is over, then -1; None: all
+    head: torch.Tensor | None = None  # [m, k] int64: the sampler's most probable tokens, -1 for none; None: no heads
+    head_inference: torch.Tensor | None = None  # [n, k] float32
+    head_has_sampled: torch.Tensor | None = None  # [n] bool: the response token is one of them
     routes: RouteSlice | None = None  # this rank's, where they are replayed or watched
     router_before: RouterScores | None = None  # of a pass at the rollout weights, where the shift since is wanted
     router_now: RouterScores | None = None  # of the last pass: of the same experts, or of those that it chose
@@ -152,7 +155,8 @@ def build_microbatch(
     labels = [s.tokens for s in sequences]
     has_sets = bool(sequences) and all(s.kept_tokens is not None for s in sequences)
     kept = np.concatenate([s.kept_tokens for s in sequences]) if has_sets else None
-    places = None
+    heads = _heads(sequences)
+    head, places = None if heads is None else heads[0], None
     if share.size > 1:
         own = np.concatenate([np.arange(a, b) for a, b in row.ranges])
         here = np.full(starts[-1], -1)  # of each token of the row its place in the share
@@ -161,7 +165,7 @@ def build_microbatch(
         chosen = here[np.concatenate([*rows, np.zeros(0, np.int64)])]
         places = np.flatnonzero(chosen >= 0)
         rows, labels = [chosen[places]], [np.concatenate([*labels, np.zeros(0, np.int64)])[places]]
-        kept = None if kept is None else kept[places]
+        kept, head = (None if x is None else x[places] for x in (kept, head))
     has_old = bool(sequences) and all(s.old_logprobs is not None for s in sequences)
     return Microbatch(
         indices=indices,
@@ -182,7 +186,21 @@ def build_microbatch(
         policy_versions=join([s.policy_versions for s in sequences], torch.int64),
         num_real_tokens=sum(int((~here).sum()) for here in padding),
         kept=None if kept is None else join([kept], torch.int64),
+        head=None if heads is None else join([head], torch.int64),
+        head_inference=None if heads is None else join([heads[1]], torch.float32),
+        head_has_sampled=None if heads is None else join([heads[2]], torch.bool),
     )
+
+
+def _heads(sequences: list[Rollout]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Tokens of all heads [n, k], log mu of them [n, k], and whether the response token is among them [n]; None where
+    some sequence has none."""
+    if not sequences or any(s.head_logprobs is None for s in sequences):
+        return None
+    tokens = [s.kept_tokens if s.head_tokens is None else s.head_tokens for s in sequences]
+    has_sampled = [(head == s.tokens[:, None]).any(axis=1) for head, s in zip(tokens, sequences, strict=True)]
+    logprobs = [s.head_logprobs for s in sequences]
+    return np.concatenate(tokens), np.concatenate(logprobs), np.concatenate(has_sampled)
 
 
 def _lay_out(lengths: list[int], tensor: int, share: ContextShare) -> Row:

@@ -82,13 +82,16 @@ class _Field:
 _TOKENS = _Field("tokens", np.dtype(np.int32), lambda s: (s.length,))
 
 
+_OF_SETS = (("kept_tokens", np.int32), ("head_tokens", np.int32), ("head_logprobs", np.float32))
+
+
 @dataclass(frozen=True)
 class _Contents:
     """What the sequences of a batch have beside tokens, log-probs and versions."""
 
     routes: tuple[str, int, int] | None  # dtype, layers and experts per token
     exact: bool  # log po as the exact engine computed it
-    kept: int  # most tokens in a kept set; 0: there are none
+    widths: tuple[int, ...]  # most tokens in a kept set and in a head, and log-probs in a head; 0: there are none
     masks: bool  # the policy sampled a part of some response
 
     @classmethod
@@ -96,11 +99,19 @@ class _Contents:
         """From whichever rank has any. Collective."""
         routes = next((s.routed_experts for s in batch.sequences if s.routed_experts is not None), None)
         exact = any(s.exact_logprobs is not None for s in batch.sequences)
-        kept = max((s.kept_tokens.shape[1] for s in batch.sequences if s.kept_tokens is not None), default=0)
-        about = gather_objects((None if routes is None else (routes.dtype.str, *routes.shape[1:]), exact, kept))
+        widths = tuple(
+            max((array.shape[1] for s in batch.sequences if (array := getattr(s, name)) is not None), default=0)
+            for name, _ in _OF_SETS
+        )
+        about = gather_objects((None if routes is None else (routes.dtype.str, *routes.shape[1:]), exact, widths))
         shapes, flags, widths = zip(*about, strict=True)
         masks = any(s.num_sampled < s.length for s in batch.sequences)
-        return cls(next((shape for shape in shapes if shape is not None), None), any(flags), max(widths), masks)
+        return cls(
+            next((shape for shape in shapes if shape is not None), None),
+            any(flags),
+            tuple(map(max, zip(*widths, strict=True))),
+            masks,
+        )
 
     @property
     def fields(self) -> list[_Field]:
@@ -113,8 +124,11 @@ class _Contents:
             described.append(_Field("exact_logprobs", LOGPROBS, lambda s: (s.length,)))
         if self.masks:
             described.append(_Field("sampled", np.dtype(np.uint8), lambda s: (s.length,), np.dtype(np.bool_)))
-        if self.kept:
-            described.append(_Field("kept_tokens", np.dtype(np.int32), lambda s: (s.length, self.kept)))
+        described += [
+            _Field(name, np.dtype(dtype), lambda s, width=width: (s.length, width))
+            for (name, dtype), width in zip(_OF_SETS, self.widths, strict=True)
+            if width
+        ]
         return described if self.routes is None else [*described, *_route_fields(*self.routes)]
 
 

@@ -67,8 +67,8 @@ def engine_arguments(
     }
     if config.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
-    if config.kept_sets:
-        arguments["max_logprobs"] = config.candidates
+    if config.kept_sets or config.sampled_head:
+        arguments["max_logprobs"] = config.candidates or config.sampled_head
     if device == "cpu":  # vLLM's CPU sampler cannot resume a seeded request whose prompt was cut into chunks
         arguments["enable_chunked_prefill"] = False
         arguments["block_size"] = CPU_BLOCK_TOKENS

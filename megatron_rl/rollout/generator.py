@@ -35,12 +35,19 @@ class Sampling:
     top_k: int = 0  # 0: no limit
     wants_routes: bool = True  # False: routes are left out, though the engine records them
     candidates: int = 0  # most tokens of each kept set (`Rollout.kept_tokens`); 0: sets are not asked for
+    head: int = 0  # tokens of each head (`Rollout.head_logprobs`); 0: heads are not asked for
+
+    @property
+    def num_logprobs(self) -> int:
+        """Most probable tokens that come with each."""
+        return self.candidates or self.head
 
     @classmethod
     def from_config(cls, config: RolloutConfig, vocab_size: int | None = None) -> Sampling:
         """Return how training samples. ``vocab_size``: of the model, where the engine may return kept sets."""
         candidates = min(config.candidates, vocab_size or 0)
-        return cls(config.max_response_length, config.temperature, config.top_p, config.top_k, candidates=candidates)
+        limits = config.max_response_length, config.temperature, config.top_p, config.top_k
+        return cls(*limits, candidates=candidates, head=config.sampled_head)
 
     @classmethod
     def of_validation(cls, rollout: RolloutConfig, validation: ValidationConfig) -> Sampling:
@@ -148,10 +155,10 @@ def sampling_fields(sampling: Sampling, seed: int, stop_token_ids: list[int]) ->
     }
 
 
-def sampling_params(fields: dict[str, Any], candidates: int = 0) -> Any:
+def sampling_params(fields: dict[str, Any], num_logprobs: int = 0) -> Any:
     """vLLM's `SamplingParams` of `sampling_fields`. Raises `ValueError` (or `TypeError`) for what vLLM refuses.
 
-    ``candidates``: as in `Sampling`.
+    ``num_logprobs``: as in `Sampling`.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -159,7 +166,7 @@ def sampling_params(fields: dict[str, Any], candidates: int = 0) -> Any:
     return SamplingParams(
         **fields,
         ignore_eos=True,  # stop_token_ids are all that stops
-        logprobs=candidates,  # 0: of the sampled token alone
+        logprobs=num_logprobs,  # 0: of the sampled token alone
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -179,29 +186,41 @@ COMPLETE = 1e-4
 by up to 7.6e-6 each; tokens that are missing with less probability change no ratio by more than this."""
 
 
-def sampled_with_sets(completion: Any, candidates: int, name: str = "") -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Tokens [R] of vLLM's ``completion``, their log-probs [R] float32, and the kept sets [R, C] int32, then -1.
+Sampled = tuple[list[int], np.ndarray, np.ndarray, np.ndarray]
+"""Tokens [R], their log-probs [R] float32, and at each place some of the most probable tokens [R, k] int32 with theirs
+[R, k] float32."""
 
-    vLLM returned the ``candidates`` most probable tokens at each place; what top-k and top-p cut has log-prob -inf.
-    More tokens than that can be kept where many tie with the last one. The set is then the tokens at hand, and mu is
-    given over it: mu(y) / Σ mu. Raises `RolloutError`, begun with ``name``, where the answer is another.
-    """
+
+def sampled_with_head(completion: Any, head: int, name: str = "") -> Sampled:
+    """What vLLM's ``completion`` says of the sampled and of the ``head`` most probable tokens. Raises `RolloutError`,
+    begun with ``name``, where the answer is another."""
     tokens, logprobs = list(completion.token_ids), completion.logprobs
-    shape = (len(tokens), candidates + 1)
+    shape = (len(tokens), head + 1)
     if len(logprobs.token_ids) != shape[0] * shape[1]:
         raise RolloutError(f"{name}{len(logprobs.token_ids)} log-probs of {shape[0]} tokens, not {shape[1]} of each")
     ids = np.array(logprobs.token_ids, np.int32).reshape(shape)
     values = np.array(logprobs.logprobs, np.float32).reshape(shape)
     if ids[:, 0].tolist() != tokens:
         raise RolloutError(f"{name}log-probs belong to other tokens than were sampled")
-    sampled, kept = values[:, 0].copy(), np.where(np.isneginf(values), -1, ids)[:, 1:]
-    values = values[:, 1:]
-    absent = ~(kept == ids[:, :1]).any(axis=1)  # it ties with the last candidate
-    kept[absent, -1], values[absent, -1] = ids[absent, 0], sampled[absent]
+    return tokens, values[:, 0].copy(), ids[:, 1:].copy(), values[:, 1:].copy()
+
+
+def sampled_with_sets(completion: Any, candidates: int, name: str = "") -> Sampled:
+    """The same with the kept sets [R, C] int32, then -1, whose log-probs are -inf there.
+
+    vLLM returned the ``candidates`` most probable tokens at each place; what top-k and top-p cut has log-prob -inf.
+    More tokens than that can be kept where many tie with the last one. The set is then the tokens at hand, and mu is
+    given over it: mu(y) / Σ mu. Raises what `sampled_with_head` does.
+    """
+    tokens, sampled, ids, values = sampled_with_head(completion, candidates, name)
+    kept, chosen = np.where(np.isneginf(values), -1, ids), np.array(tokens, np.int32)
+    absent = ~(kept == chosen[:, None]).any(axis=1)  # it ties with the last candidate
+    kept[absent, -1], values[absent, -1] = chosen[absent], sampled[absent]
     mass = np.exp(values.astype(np.float64)).sum(axis=1)
     short = mass < 1 - COMPLETE
     sampled[short] -= np.log(mass[short])
-    return tokens, sampled, kept
+    values[short] -= np.log(mass[short, None])
+    return tokens, sampled, kept, values
 
 
 def check_version(who_holds: str, held: int, wanted: int) -> None:

@@ -142,6 +142,8 @@ def make_rollout(
     architecture: Architecture | None = None,
     text: str = "",
     kept_tokens: np.ndarray | None = None,
+    head_tokens: np.ndarray | None = None,
+    head_logprobs: np.ndarray | None = None,
     sampled: np.ndarray | None = None,
     num_turns: int = 1,
 ) -> Rollout:
@@ -149,7 +151,7 @@ def make_rollout(
 
     ``policy_version``: of the response, or [R] of each token. ``routes`` [P + R - 1, all layers, K] as the engine
     records them, or what `seal_routes` made of them elsewhere. Absent where routes were not asked for, together with
-    ``architecture``. ``kept_tokens``, ``sampled``, ``num_turns``: as in `Rollout`.
+    ``architecture``. The arguments after ``text``: as in `Rollout`.
     """
     where = _where(request)
     if finish_reason not in FINISH_REASONS:
@@ -160,6 +162,8 @@ def make_rollout(
     if not (np.isfinite(inference_logprobs).all() and (inference_logprobs <= MAX_LOGPROB).all()):
         worst = int(np.argmax(~np.isfinite(inference_logprobs) | (inference_logprobs > MAX_LOGPROB)))
         raise RolloutError(f"{where}: log-prob {inference_logprobs[worst]} of response token {worst} is impossible")
+    if head_logprobs is not None:
+        _check_head(where, len(tokens), kept_tokens if head_tokens is None else head_tokens, head_logprobs)
     experts = checksums = None
     if isinstance(routes, tuple):
         experts, checksums = _checked(where, request, len(tokens), routes, architecture)
@@ -177,6 +181,8 @@ def make_rollout(
         routed_experts=experts,
         route_checksums=checksums,
         kept_tokens=kept_tokens,
+        head_tokens=head_tokens,
+        head_logprobs=head_logprobs,
         sampled=sampled,
         num_turns=num_turns,
         text=text,
@@ -198,6 +204,15 @@ def elsewhere(
         num_sampled=num_sampled,
         num_turns=num_turns,
     )
+
+
+def _check_head(where: str, num_tokens: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+    if tokens.shape != logprobs.shape or tokens.ndim != 2 or len(tokens) != num_tokens:
+        raise RolloutError(
+            f"{where}: {num_tokens} tokens came with heads of shape {tokens.shape} and log-probs of {logprobs.shape}"
+        )
+    if not (logprobs <= MAX_LOGPROB).all():
+        raise RolloutError(f"{where}: log-prob {logprobs[~(logprobs <= MAX_LOGPROB)][0]} in a head is impossible")
 
 
 def seal_routes(

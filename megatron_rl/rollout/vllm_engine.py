@@ -57,6 +57,7 @@ from megatron_rl.rollout.generator import (
     check_lengths,
     check_version,
     sampled_tokens,
+    sampled_with_head,
     sampled_with_sets,
     sampling_fields,
     sampling_params,
@@ -203,7 +204,7 @@ class VllmGenerator:
 
     def _run_engine(self, requests: list[Request], sampling: Sampling, records: bool) -> list[Rollout | None]:
         fields = [sampling_fields(sampling, request.seed, self._stop_token_ids) for request in requests]
-        params = [sampling_params(of_request, sampling.candidates) for of_request in fields]
+        params = [sampling_params(of_request, sampling.num_logprobs) for of_request in fields]
         prompts = [{"prompt_token_ids": request.prompt.tokens} for request in requests]
         engine, num_steps = self._llm.llm_engine, 0
         request_ids = self._llm.enqueue(prompts, params, use_tqdm=False) if requests else []
@@ -286,9 +287,12 @@ class VllmGenerator:
         return bool(flags)
 
     def _to_rollout(self, request: Request, output: Any, records: bool, sampling: Sampling) -> Rollout:
-        completion, name, kept = output.outputs[0], f"prompt {request.prompt.id!r}: ", None
+        completion, name = output.outputs[0], f"prompt {request.prompt.id!r}: "
+        kept = head = head_logprobs = None
         if sampling.candidates:
-            tokens, logprobs, kept = sampled_with_sets(completion, sampling.candidates, name)
+            tokens, logprobs, kept, head_logprobs = sampled_with_sets(completion, sampling.candidates, name)
+        elif sampling.head:
+            tokens, logprobs, head, head_logprobs = sampled_with_head(completion, sampling.head, name)
         else:
             tokens, logprobs = sampled_tokens(completion, name)
         return make_rollout(
@@ -301,6 +305,8 @@ class VllmGenerator:
             architecture=self._architecture if records else None,
             text=self._decode(tokens) if self._decode else "",
             kept_tokens=kept,
+            head_tokens=head,
+            head_logprobs=head_logprobs if sampling.head else None,
         )
 
     def _tell(

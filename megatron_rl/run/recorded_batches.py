@@ -12,6 +12,8 @@ part are flat. With ``B`` sequences in it, ``S`` tokens of all of them together 
   update; with one update per batch it is also log po) [R] float32, ``loss_mask`` [R] bool,
   ``policy_versions`` [R] int32
 - ``kept_tokens`` [R, C] int32 under `rollout.kept_sets`: the tokens that each distribution is over, then -1
+- ``head_logprobs`` [R, k] float32 under `rollout.sampled_head`: log mu of the k most probable tokens, ``head_tokens``
+  [R, k] int32; with kept sets these are ``kept_tokens``, and -inf stands where there is none
 - ``routed_experts`` [S − B, L, K] where recorded: the last token of every sequence has no route. L counts MoE layers
 - ``route_checksums`` [S − B] and ``route_layer_checksums`` [B, L] int64: see megatron_rl/routing/payload.py
 
@@ -47,6 +49,7 @@ T = TypeVar("T")
 _STEP_FILE = re.compile(r"step_(\d{8,})\.json")
 _LIKE = {"kept": True, "parts": [{"sequences": [0]}], "minibatches": [[0]], "sequences": [{"id": ""}], "metrics": {}}
 _PER_TOKEN = ("inference_logprobs", "old_logprobs", "current_logprobs", "policy_versions")
+_OF_SETS = ("kept_tokens", "head_tokens", "head_logprobs")
 
 
 @dataclass
@@ -200,7 +203,7 @@ def _arrays(sequences: list[Rollout]) -> dict[str, np.ndarray]:
         "cu_seqlens": np.cumsum([0, *(s.whole_length for s in sequences)]),
         "cu_response": np.cumsum([0, *(s.length for s in sequences)]),
     }
-    for name in (*_PER_TOKEN, "loss_mask", "kept_tokens", "routed_experts"):
+    for name in (*_PER_TOKEN, "loss_mask", *_OF_SETS, "routed_experts"):
         values = [getattr(s, name) for s in sequences]
         if all(value is not None for value in values):
             arrays[name] = np.ascontiguousarray(np.concatenate(values))
@@ -275,9 +278,14 @@ def _check_arrays(arrays: dict[str, np.ndarray], abouts: list[dict]) -> None:
     for name, count in due.items():
         if arrays[name].shape != (count,):
             raise ValueError(f"{name} has the shape {arrays[name].shape}, expected ({count},)")
-    if "kept_tokens" in arrays and (arrays["kept_tokens"].ndim, len(arrays["kept_tokens"])) != (2, responses[-1]):
-        raise ValueError(f"kept_tokens has the shape {arrays['kept_tokens'].shape}, expected ({responses[-1]}, …)")
-    for name in ("inference_logprobs", "old_logprobs", "current_logprobs"):
+    for name in (name for name in _OF_SETS if name in arrays):
+        if (arrays[name].ndim, len(arrays[name])) != (2, responses[-1]):
+            raise ValueError(f"{name} has the shape {arrays[name].shape}, expected ({responses[-1]}, …)")
+    if "head_logprobs" in arrays:
+        tokens = arrays.get("head_tokens", arrays.get("kept_tokens"))
+        if tokens is None or tokens.shape != arrays["head_logprobs"].shape:
+            raise ValueError("head_logprobs has another shape than the tokens that it belongs to")
+    for name in ("inference_logprobs", "old_logprobs", "current_logprobs", "head_logprobs"):
         if name in arrays and (arrays[name] > MAX_LOGPROB).any():  # NaN is what an alarm may have recorded
             raise ValueError(f"{name} holds a value that is not a log-prob")
     if (arrays["tokens"] < 0).any():
@@ -288,7 +296,7 @@ def _sequence(arrays: dict[str, np.ndarray], i: int, about: dict) -> Rollout:
     whole = slice(arrays["cu_seqlens"][i], arrays["cu_seqlens"][i + 1])
     response = slice(arrays["cu_response"][i], arrays["cu_response"][i + 1])
     rows = slice(whole.start - i, whole.stop - i - 1)
-    fields = {name: arrays[name][response] for name in (*_PER_TOKEN, "kept_tokens") if name in arrays}
+    fields = {name: arrays[name][response] for name in (*_PER_TOKEN, *_OF_SETS) if name in arrays}
     if "routed_experts" in arrays:
         fields["routed_experts"] = arrays["routed_experts"][rows]
         fields["route_checksums"] = np.concatenate(

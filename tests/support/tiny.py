@@ -33,8 +33,11 @@ def tiny_recipe(**sections: Any) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def stored_rollouts(step: int, num_sequences: int = 24, minibatches: int = 1) -> Batch:
-    """A batch of random sequences of mixed length that every layout can reproduce from ``step`` alone."""
+def stored_rollouts(step: int, num_sequences: int = 24, minibatches: int = 1, head: int = 0) -> Batch:
+    """A batch of random sequences of mixed length that every layout can reproduce from ``step`` alone.
+
+    ``head``: tokens of a head that each response token has, of random mass.
+    """
     random = np.random.default_rng(step)
     sequences = []
     for i in range(num_sequences):
@@ -51,5 +54,10 @@ def stored_rollouts(step: int, num_sequences: int = 24, minibatches: int = 1) ->
                 policy_versions=np.zeros(response, dtype=np.int32),
             )
         )
+        if head:
+            other, s = np.random.default_rng([step, i]), sequences[-1]
+            s.head_tokens = np.stack([other.permutation(128)[:head] for _ in range(response)]).astype(np.int32)
+            masses = other.dirichlet(np.ones(head + 1), response)[:, :head]
+            s.head_logprobs = np.log(masses.clip(1e-4, 0.99)).astype(np.float32)
     parts = np.array_split(np.arange(num_sequences), minibatches)
     return Batch(step=step, sequences=sequences, minibatches=[part.tolist() for part in parts])

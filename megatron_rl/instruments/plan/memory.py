@@ -107,7 +107,7 @@ def memory_plan(work: Workload, utilization: float | None = None) -> MemoryPlan:
     )
     margin += (ALLOCATOR[2] - ALLOCATOR[1]) * (learner.static + learner.dynamic)
     capacity, runtime = work.gpu.memory_gib * GIB, ("runtime: CUDA, NCCL", runtime_bytes(work))
-    learning = [*_learning(learner, offload), runtime]
+    learning = [*_learning(learner, offload), runtime, *_heads_on_gpu(work)]
     at_rest = ("learner at rest", learner.at_rest(offload))
 
     def phase(name: str, items: list[tuple[str, float]]) -> Phase:
@@ -163,6 +163,22 @@ def _learning(learner: LearnerMemory, offload: OffloadConfig) -> list[tuple[str,
     return max(moments, key=lambda items: sum(size for _, size in items))
 
 
+HEAD_BYTES = 8  # of a token of a head: its number and log mu
+MICROBATCH_HEAD_BYTES, LOSS_HEAD_BYTES = (
+    12,
+    44,
+)  # the same on the GPU in every microbatch; in the one at hand with its c_v
+
+
+def _heads_on_gpu(work: Workload) -> list[tuple[str, float]]:
+    """Return the heads of one update's responses on a GPU (`rollout.sampled_head`); empty without."""
+    if not work.recipe.rollout.sampled_head:
+        return []
+    tokens = work.trained_tokens / work.recipe.batch.minibatches / work.data_parallel
+    tokens *= work.mean_response / work.mean_sequence
+    return [("heads", work.head_width * (MICROBATCH_HEAD_BYTES * tokens + LOSS_HEAD_BYTES * work.microbatch_tokens))]
+
+
 def largest_utilization(work: Workload) -> float:
     """Return the largest `rollout.gpu_memory_utilization` of a colocated engine, in steps of 0.05; 0 if none fits."""
     at_rest = max(stage.at_rest(work.recipe.learner.offload) for stage in learner_stages(work))
@@ -216,6 +232,7 @@ def _forward(work: Workload) -> float:
 def host_phase(work: Workload, plan: MemoryPlan) -> Phase:
     """Return the contents of one node's host memory at its peak, with the node's capacity."""
     offload, ranks = work.recipe.learner.offload, work.gpus_per_node
+    each, tokens = HEAD_BYTES * work.head_width, work.sampled_sequences * work.mean_response / work.nodes
     items = (
         ("processes", ranks * PROCESS_GIB * GIB),
         ("Adam's states, page-locked", ranks * plan.learner.states * offload.optimizer),
@@ -226,5 +243,6 @@ def host_phase(work: Workload, plan: MemoryPlan) -> Phase:
             ranks * (plan.learner.weights + plan.learner.states) * (work.recipe.acceptance is not None),
         ),
         ("a checkpoint on its way", ranks * checkpoint_cost(work).host),
+        (f"heads of sampled tokens, {each:g} bytes each", each * tokens * (1 + work.recipe.rollout.max_staleness)),
     )
     return Phase("host memory", tuple(item for item in items if item[1]), work.host_gib * GIB)

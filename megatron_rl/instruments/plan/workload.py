@@ -190,6 +190,12 @@ class Workload:
         return self.sampling_rounds * self.recipe.batch.prompts_of_a_round * self.recipe.rollout.num_samples
 
     @property
+    def head_width(self) -> int:
+        """Tokens of the head that comes with each sampled token; 0 without `rollout.sampled_head`."""
+        rollout = self.recipe.rollout
+        return rollout.sampled_head and (rollout.candidates or rollout.sampled_head)
+
+    @property
     def samples_other_weights(self) -> bool:
         """Whether the learner generates with other weights, which are kept on its GPU too."""
         return self._dose in ("weights", "stale")

@@ -87,6 +87,7 @@ def request_body(request: Request, sampling: Sampling, stop_token_ids: list[int]
         "token_ids": request.prompt.tokens,
         "sampling_params": fields,
         "wants_routes": sampling.wants_routes,
+        "head": sampling.head,
     }
 
 

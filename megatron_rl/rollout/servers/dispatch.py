@@ -114,7 +114,8 @@ class Legs:
             return self.answers[0]
         columns = {
             name: np.concatenate([getattr(answer, name) for answer in self.answers])
-            for name in ("tokens", "inference_logprobs", "policy_versions")
+            for name in ("tokens", "inference_logprobs", "policy_versions", "head_tokens", "head_logprobs")
+            if getattr(self.answers[0], name) is not None
         }
         if self.answers[0].routed_experts is not None:
             columns["routed_experts"] = np.concatenate([answer.routed_experts for answer in self.answers])

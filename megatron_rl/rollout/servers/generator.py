@@ -204,6 +204,8 @@ class Sampler:
                 None if answer.routed_experts is None else (answer.routed_experts, answer.route_checksums),
                 architecture,
                 text,
+                head_tokens=answer.head_tokens,
+                head_logprobs=answer.head_logprobs,
             )
         if listener is not None:
             listener(request.prompt, [rollout])

@@ -122,7 +122,7 @@ def server_arguments(
         "worker_extension_cls": f"{ServerExtension.__module__}.{ServerExtension.__name__}",
         "distributed_executor_backend": "uni" if config.tensor_parallel == 1 else "mp",
         "enable_scale_out": True,  # token ids in, token ids out
-        "max_logprobs": 1,
+        "max_logprobs": max(1, config.sampled_head),
     }
     arguments.pop("enable_sleep_mode", None)  # a server has its GPUs to itself
     return {name: value for name, value in arguments.items() if value is not None}
@@ -144,6 +144,7 @@ def agreed_settings(
         "quantization": config.quantization.model_dump(mode="json"),
         "max_model_len": max_prompt_length + config.max_response_length,
         "record_routes": record_routes,
+        "sampled_head": config.sampled_head,
         "fp32_head": precision.rollout_head,
         "fp32_router": precision.rollout_router,
     }

@@ -37,7 +37,7 @@ from megatron_rl.process import fp32_products
 from megatron_rl.process.devices import default_device
 from megatron_rl.rollout import process_state
 from megatron_rl.rollout.engine_arguments import runs_eagerly
-from megatron_rl.rollout.generator import RolloutError, sampled_tokens, sampling_params
+from megatron_rl.rollout.generator import RolloutError, sampled_tokens, sampled_with_head, sampling_params
 from megatron_rl.rollout.requests import seal_routes
 from megatron_rl.rollout.servers import guard
 from megatron_rl.rollout.servers.guard import UnderWay
@@ -66,18 +66,24 @@ async def sample(
 
     Body: ``token_ids`` of the prompt; ``sampling_params`` (see `sampling_fields`); where routes are wanted,
     ``wants_routes`` and the ``id`` of the sequence that they are sealed for, and ``first_route``, the position from
-    which on (default 0). ``architecture``: of an engine that records routes. Raises `ValueError`, `TypeError` or
-    `KeyError` for what cannot be sampled, `Overtaken`, and what vLLM raises where the engine fails.
+    which on (default 0); ``head``, how many of the most probable tokens come with each (default 0). ``architecture``:
+    of an engine that records routes. Raises `ValueError`, `TypeError` or `KeyError` for what cannot be sampled,
+    `Overtaken`, and what vLLM raises where the engine fails.
     """
     prompt, first_route = body["token_ids"], body.get("first_route", 0)
-    params = sampling_params(body["sampling_params"])
+    head = int(body.get("head", 0))
+    params = sampling_params(body["sampling_params"], head)
     sequence_id = str(body["id"]) if architecture is not None and body.get("wants_routes") else None
     if sequence_id is not None:
         params.routed_experts_prompt_start = first_route
     completion, versions = await under_way.sample(prompt, params, is_open)
     if completion.finish_reason == "error":
         raise RolloutError("the engine gave this response up")
-    sampled, logprobs = sampled_tokens(completion)
+    heads = {}
+    if head:
+        sampled, logprobs, heads["head_tokens"], heads["head_logprobs"] = sampled_with_head(completion, head)
+    else:
+        sampled, logprobs = sampled_tokens(completion)
     tokens, routes, checksums = np.asarray(sampled, np.int32), None, None
     if sequence_id is not None and len(tokens):
         # In a thread: at 8k tokens it takes 10 ms, in which the loop passes other responses' tokens on.
@@ -85,7 +91,7 @@ async def sample(
             seal_routes, sequence_id, sequence_id, prompt, tokens, completion.routed_experts, architecture, first_route
         )
     logprobs = np.asarray(logprobs, np.float32)
-    return Rollout("", (), tokens, logprobs, versions, completion.finish_reason, routes, checksums)
+    return Rollout("", (), tokens, logprobs, versions, completion.finish_reason, routes, checksums, **heads)
 
 
 async def load(engine: Any, update: dict[str, Any]) -> dict[str, int]:

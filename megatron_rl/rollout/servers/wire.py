@@ -36,7 +36,8 @@ class Damaged(ValueError):
 
 
 # Wider numbers first: all lie aligned.
-_ARRAYS = ("route_checksums", "tokens", "inference_logprobs", "policy_versions", "routed_experts")
+_OF_HEADS = ("head_tokens", "head_logprobs")
+_ARRAYS = ("route_checksums", "tokens", "inference_logprobs", "policy_versions", *_OF_HEADS, "routed_experts")
 
 
 def pack(answer: Rollout) -> list[bytes | memoryview]:

@@ -12,11 +12,13 @@ from tests.support.layouts import leave_layout
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
 
-def train_on_stored_rollouts(num_steps: int = 5, minibatches: int = 1, **sections: Any) -> dict[str, Any]:
+def train_on_stored_rollouts(
+    num_steps: int = 5, minibatches: int = 1, head: int = 0, **sections: Any
+) -> dict[str, Any]:
     """Losses, gradient norms and metrics of the first steps, log-probs after them, and the weights they end in."""
     learner = Learner(tiny_recipe(batch={"minibatches": minibatches}, **sections))
     before = learner.compute_logprobs(stored_rollouts(100))
-    metrics = [learner.update(stored_rollouts(step, minibatches=minibatches)) for step in range(num_steps)]
+    metrics = [learner.update(stored_rollouts(step, minibatches=minibatches, head=head)) for step in range(num_steps)]
     after = learner.compute_logprobs(stored_rollouts(100))
     weights = {name: tensor.float().clone() for name, tensor in learner.export_weights()}
     return {"metrics": metrics, "before": before, "after": after, "weights": weights}

@@ -32,6 +32,8 @@ ARRAYS = (
     "routed_experts",
     "route_checksums",
     "kept_tokens",
+    "head_tokens",
+    "head_logprobs",
 )
 
 
@@ -58,7 +60,9 @@ def whole(
             s.route_checksums = route_checksums(s.id, s.whole, s.routed_experts)
         if exact:
             s.exact_logprobs = s.inference_logprobs - np.float32(i)
-            s.kept_tokens = random.integers(-1, 99, (response, 5), dtype=np.int32)  # the other optional array
+            s.kept_tokens = random.integers(-1, 99, (response, 5), dtype=np.int32)  # the other optional arrays
+            s.head_tokens = random.integers(0, 99, (response, 3), dtype=np.int32)
+            s.head_logprobs = -random.random((response, 3), np.float32)
         sequences.append(s)
     return Batch(0, sequences, [list(range(num_sequences))])
 

@@ -40,9 +40,9 @@ def test_heads_that_nobody_returns_are_refused(rollout, message):
 
 def test_a_head_is_asked_for_where_scores_are_centred():
     centred = {"policy_term": "reinforce", "score_centering": True}
-    assert tiny_recipe(objective=centred, rollout={"sampled_head": 32}).rollout.candidates == 32
+    check_recipe(tiny_recipe(objective=centred, rollout={"sampled_head": 32}))
     kept = {"top_k": 8, "kept_sets": True}
-    assert tiny_recipe(objective=centred, rollout={"sampled_head": 8, **kept}).rollout.candidates == 8 + 16
+    check_recipe(tiny_recipe(objective=centred, rollout={"sampled_head": 8, **kept}))
     for rollout, wanted in (({}, 128), (kept, 8)):
         with pytest.raises(ValidationError, match=f"rollout.sampled_head is 0; set it to {wanted}"):
             tiny_recipe(objective=centred, rollout=rollout)

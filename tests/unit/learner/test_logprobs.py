@@ -71,6 +71,46 @@ def random_sets(labels: torch.Tensor, vocab_size: int, width: int) -> torch.Tens
 
 
 @pytest.mark.parametrize("has_sets", [False, True])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_log_probs_of_a_head_with_their_gradient(entropy_gradient, has_sets, monkeypatch):
+    """log pi of k further tokens of each row, whole logits and fused; where there is no token there is no gradient."""
+    monkeypatch.setattr(logprobs, "LOGIT_CHUNK_ROWS", 64)
+    torch.manual_seed(4)
+    hidden, weight = torch.randn(300, 16).requires_grad_(), torch.randn(40, 16).requires_grad_()
+    positions, labels = torch.randperm(300)[:270], torch.randint(0, 37, (270,))
+    head = random_sets(labels, 37, 9)
+    inside = torch.ones(270, 40, dtype=torch.bool)
+    if has_sets:
+        inside = torch.zeros(270, 41, dtype=torch.bool).scatter_(1, head.masked_fill(head < 0, 40), True)[:, :40]
+    inside[:, 37:] = False
+    upstream, of_head = torch.randn(2, 270), torch.randn(270, 9)
+    options = {"vocab_size": 37, "temperature": 0.7, "entropy_gradient": entropy_gradient}
+
+    def with_gradients(function):
+        chosen, entropy, further = function(positions, labels, kept=head if has_sets else None, head=head, **options)
+        loss = (chosen * upstream[0] + entropy * upstream[1] * entropy_gradient).sum() + (further * of_head).sum()
+        return [chosen, further.masked_fill(head < 0, 0.0), *torch.autograd.grad(loss, (hidden, weight))]
+
+    def plain(hidden: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        z = ((hidden[positions] @ weight.t()) / 0.7).masked_fill(~inside, -torch.inf)
+        log_pi = z.log_softmax(-1)
+        finite = log_pi.masked_fill(~inside, 0.0)
+        entropy = -(finite.exp() * inside * finite).sum(-1)
+        chosen = log_pi.gather(1, labels[:, None]).squeeze(1)
+        further = finite.gather(1, head.clamp(min=0)).masked_fill(head < 0, 0.0)
+        given = [x.to(z.dtype) for x in (*upstream, of_head)]
+        loss = (chosen * given[0] + entropy * given[1] * entropy_gradient).sum() + (further * given[2]).sum()
+        return [chosen, further, *torch.autograd.grad(loss, (hidden, weight), retain_graph=True)]
+
+    inputs = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+    for way in (
+        lambda *a, **k: token_logprobs(hidden @ weight.t(), *a, **k),
+        lambda *a, **k: head_logprobs(hidden, weight, *a, **k),
+    ):
+        assert_as_double(with_gradients(way), plain, inputs, longest_sum=270)
+
+
+@pytest.mark.parametrize("has_sets", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_a_softmax_with_its_entropy_by_whole_logits_and_fused(temperature, has_sets, monkeypatch):
     """log pi(y) = z_y - log Σ_{v in S} exp z_v, S all tokens or the kept ones; no gradient outside S or to padding."""

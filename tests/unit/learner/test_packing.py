@@ -78,6 +78,22 @@ def test_layout_of_a_microbatch():
     assert m.num_real_tokens == 8
 
 
+def test_heads_follow_their_tokens():
+    """Ids at the rows that predict the response tokens, and whether the token is one of them; kept sets are heads."""
+    batch = Batch(0, [_sequence([10, 11], [12, 13]), _sequence([20], [21])], [[0, 1]])
+    build = lambda: build_microbatch(batch, [0, 1], multiple_of=1, pad_token=0, device=torch.device("cpu"))  # noqa: E731
+    assert build().head is None
+    for s, name in zip(batch.sequences, ("head_tokens", "kept_tokens"), strict=True):
+        setattr(s, name, np.array([[12, 9], [5, -1]], np.int32)[: s.length])
+        s.head_logprobs = np.array([[-0.5, -1], [-0.1, -np.inf]], np.float32)[: s.length]
+    m = build()
+    assert m.head.tolist() == [[12, 9], [5, -1], [12, 9]]
+    assert m.head_inference.tolist() == [[-0.5, -1], [np.float32(-0.1), -np.inf], [-0.5, -1]]
+    assert m.head_has_sampled.tolist() == [True, False, False]
+    batch.sequences[1].head_logprobs = None
+    assert build().head is None
+
+
 def test_a_row_knows_where_its_sequences_start():
     """Padding follows its sequence; the tail is a sequence of its own."""
     assert Row([3, 5], [1, 3], 2, WHOLE_ROW).starts == [0, 4, 12]

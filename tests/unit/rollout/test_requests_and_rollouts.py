@@ -25,6 +25,7 @@ from megatron_rl.rollout.generator import (
     Sampling,
     check_lengths,
     check_version,
+    sampled_with_head,
     sampled_with_sets,
     sampling_params,
 )
@@ -241,18 +242,40 @@ def completion(tokens: list[int], rows: list[list[tuple[int, float]]]):
 
 def test_a_kept_set_is_what_has_a_probability():
     answer = completion([7, 4], [[(7, 0.6), (7, 0.6), (2, 0.4), (9, 0.0)], [(4, 1.0), (4, 1.0), (0, 0.0), (1, 0.0)]])
-    tokens, logprobs, kept = sampled_with_sets(answer, 3)
+    tokens, logprobs, kept, of_kept = sampled_with_sets(answer, 3)
     assert tokens == [7, 4]
     assert logprobs.tolist() == [np.float32(math.log(0.6)), 0.0]
     assert kept.tolist() == [[7, 2, -1], [4, -1, -1]]
+    assert np.exp(of_kept).ravel().tolist() == rounded([0.6, 0.4, 0.0, 1.0, 0.0, 0.0], dtype=torch.float32)
+    assert (np.isneginf(of_kept) == (kept < 0)).all()
 
 
 def test_where_more_tokens_tie_than_come_mu_is_given_over_those_at_hand():
     """Five tokens of probability 0.2, of which two come, and the sampled one that is not among them."""
     answer = completion([5, 1], [[(5, 0.2), (1, 0.2), (2, 0.2)], [(1, 0.2), (1, 0.2), (2, 0.2)]])
-    _, logprobs, kept = sampled_with_sets(answer, 2)
+    _, logprobs, kept, of_kept = sampled_with_sets(answer, 2)
     assert kept.tolist() == [[1, 5], [1, 2]]
     assert np.exp(logprobs).tolist() == rounded([0.5, 0.5], dtype=torch.float32)
+    assert np.exp(of_kept).ravel().tolist() == rounded([0.5] * 4, dtype=torch.float32)
+
+
+def test_a_head_has_its_log_probs_over_the_whole_vocabulary():
+    """The sampled token may be one of them or not; nothing is made to add up to 1."""
+    answer = completion([7, 4], [[(7, 0.6), (7, 0.6), (2, 0.3)], [(4, 0.1), (1, 0.5), (0, 0.2)]])
+    tokens, logprobs, head, of_head = sampled_with_head(answer, 2)
+    assert (tokens, head.tolist()) == ([7, 4], [[7, 2], [1, 0]])
+    assert np.exp(logprobs).tolist() == rounded([0.6, 0.1], dtype=torch.float32)
+    assert np.exp(of_head).ravel().tolist() == rounded([0.6, 0.3, 0.5, 0.2], dtype=torch.float32)
+    request = make_requests(PROMPTS[:1], 1, seed=0, step=3)[0]
+    rollout = make_rollout(request, tokens, logprobs, "stop", 0, head_tokens=head, head_logprobs=of_head)
+    assert (rollout.head_tokens == head).all()
+    assert (rollout.head_logprobs == of_head).all()
+    with pytest.raises(RolloutError, match=r"2 tokens came with heads of shape \(2, 2\) and log-probs of \(2, 1\)"):
+        make_rollout(request, tokens, logprobs, "stop", 0, head_tokens=head, head_logprobs=of_head[:, :1])
+    for wrong in (math.nan, 0.5):
+        of_head[1, 1] = wrong
+        with pytest.raises(RolloutError, match=f"log-prob {wrong} in a head is impossible"):
+            make_rollout(request, tokens, logprobs, "stop", 0, head_tokens=head, head_logprobs=of_head)
 
 
 def test_an_answer_with_other_candidates_is_an_error():
@@ -267,7 +290,11 @@ def test_candidates_are_asked_for_where_the_recipe_keeps_sets():
     config = RolloutConfig(top_k=5, top_p=0.9, kept_sets=True)
     assert Sampling.from_config(config, 1000).candidates == 21
     assert Sampling.from_config(config, 8).candidates == 8, "no more than there are tokens"
-    assert Sampling.from_config(RolloutConfig(), 1000).candidates == 0
+    assert Sampling.from_config(RolloutConfig(), 1000).num_logprobs == 0
+    with_head = Sampling.from_config(RolloutConfig(sampled_head=32))
+    assert (with_head.candidates, with_head.head, with_head.num_logprobs) == (0, 32, 32)
+    both = Sampling.from_config(RolloutConfig(top_k=5, kept_sets=True, sampled_head=5), 1000)
+    assert (both.candidates, both.num_logprobs) == (21, 21)
     fields = {"max_tokens": 9, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "seed": 1, "stop_token_ids": [2]}
     assert sampling_params(fields, 21).logprobs == 21
     assert sampling_params(fields).logprobs == 0

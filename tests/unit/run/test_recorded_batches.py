@@ -49,6 +49,21 @@ def test_a_batch_survives_the_disk(tmp_path):
                 assert left == right, field.name
 
 
+@pytest.mark.parametrize("names", [("head_tokens", "head_logprobs"), ("kept_tokens", "head_logprobs")])
+def test_heads_survive_the_disk(tmp_path, names):
+    batch, random = stored_rollouts(3), np.random.default_rng(0)
+    for s in batch.sequences:
+        setattr(s, names[0], random.integers(-1, 99, (s.length, 5), dtype=np.int32))
+        s.head_logprobs = -random.random((s.length, 5), np.float32)
+        s.head_logprobs[getattr(s, names[0]) < 0] = -np.inf
+    path = record_batch(tmp_path, batch, 7)
+    for got, want in zip(load_batch(path).batch.sequences, batch.sequences, strict=True):
+        for name in ("kept_tokens", "head_tokens", "head_logprobs"):
+            left, right = getattr(got, name), getattr(want, name)
+            assert (left is None) == (right is None), name
+            assert left is None or (left.dtype == right.dtype and np.array_equal(left, right)), name
+
+
 def test_absent_fields_stay_absent(tmp_path):
     loaded = load_batch(record_batch(tmp_path, stored_rollouts(0), 0)).batch
     assert loaded.sequences[0].old_logprobs is None

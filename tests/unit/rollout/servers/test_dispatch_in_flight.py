@@ -267,6 +267,17 @@ def test_routes_are_optional():
         answer = server._answer(legs.request(), [1] * number, reason)
         legs.add(replace(answer, routed_experts=None, route_checksums=None))
     assert legs.whole().routed_experts is None
+    assert legs.whole().head_logprobs is None
+
+
+def test_heads_of_all_legs_follow_each_other():
+    server, legs = MadeUpServer(False, Clock()), Legs(body())
+    logprobs = -np.arange(3 * LENGTH, dtype=np.float32).reshape(LENGTH, 3)
+    for where, reason in ((slice(2), "abort"), (slice(2, LENGTH), "length")):
+        answer = server._answer(legs.request(), [1] * len(logprobs[where]), reason)
+        legs.add(replace(answer, head_tokens=logprobs[where].astype(np.int32), head_logprobs=logprobs[where]))
+    assert (legs.whole().head_logprobs == logprobs).all()
+    assert (legs.whole().head_tokens == logprobs).all()
 
 
 def test_a_token_of_weights_that_the_batch_may_not_have():

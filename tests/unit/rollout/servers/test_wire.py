@@ -59,14 +59,14 @@ async def answered(engine: Engine, body: dict) -> Rollout:
     return await sample(engine, under_way, ARCHITECTURE, body)
 
 
-def through(engine: Engine, wants_routes: bool = True, damage=lambda content: content):
+def through(engine: Engine, wants_routes: bool = True, damage=lambda content: content, head: int = 0):
     """The trainer's answer, by way of bytes but without a network."""
     client = ServerClient.__new__(ServerClient)
     client._in_flight = 0
 
     async def call(method, path, body, headers, read):
         assert (path, headers) == ("/megatron_rl/generate", {"X-Policy-Version": "3"})
-        body = json.loads(json.dumps(body | {"wants_routes": wants_routes}))
+        body = json.loads(json.dumps(body | {"wants_routes": wants_routes, "head": head}))
         return damage(b"".join(pack(await answered(engine, body))))
 
     client._call = call
@@ -83,6 +83,26 @@ def test_an_answer_is_what_the_engine_sampled_bit_for_bit():
     seals = route_checksums("p/1", np.array([3, 4, 5, 6, 7, 8, 2]), answer.routed_experts)
     assert (answer.route_checksums == seals).all()
     assert through(Engine(), wants_routes=False).routed_experts is None
+
+
+def test_the_head_of_each_token_comes_with_it():
+    """Beside routes and alone, at the width that is asked for."""
+    ids, values = np.arange(15, dtype=np.int32).reshape(5, 3), -np.random.default_rng(1).random((5, 3), np.float32)
+    ids[:, 0], values[:, 0] = [5, 6, 7, 8, 2], LOGPROBS
+    engine = Engine(logprobs=SimpleNamespace(token_ids=ids.ravel().tolist(), logprobs=values.ravel().tolist()))
+    for wants_routes in (True, False):
+        answer = through(engine, wants_routes, head=2)
+        assert (answer.inference_logprobs == LOGPROBS).all()
+        assert (answer.head_tokens == ids[:, 1:]).all()
+        assert (answer.head_logprobs == values[:, 1:]).all()
+        assert (answer.head_tokens.dtype, answer.head_logprobs.dtype) == (np.int32, np.float32)
+        assert (answer.routed_experts is None) != wants_routes
+    assert engine.asked[0][1].logprobs == 2
+    assert through(Engine()).head_logprobs is None
+    asked = request_body(REQUEST, Sampling(9, head=2), [2])
+    assert asked["head"] == 2
+    with pytest.raises(RolloutError, match="15 log-probs of 5 tokens, not 4 of each"):
+        through(engine, head=3)
 
 
 def test_a_rollout_of_a_server_equals_one_of_an_engine_in_the_rank():

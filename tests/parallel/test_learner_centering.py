@@ -1,0 +1,84 @@
+"""Centred scores on every layout and packing are those of one rank. Heads are random tokens of all ranks' columns."""
+
+import pytest
+import torch
+
+from tests.parallel.pool import Jobs
+from tests.parallel.programs.learner import largest_difference
+from tests.support.plain_training import float32_limits
+from tests.support.rounding import rounded
+from tests.support.slow import slow_but
+
+STEPS, EPS = 2, 1e-3  # of Adam: see test_learner_layouts.py
+LAYOUTS = {
+    "one sequence each": (1, {}, {"max_tokens_per_microbatch": 1}),
+    "fused head": (1, {}, {"fused_head": True}),
+    "dp2": (2, {}, {"max_tokens_per_microbatch": 64}),
+    "tp2ep2": (2, {"tensor": 2, "expert": 2}, {}),
+    "fused head, tp2ep2": (2, {"tensor": 2, "expert": 2}, {"fused_head": True}),
+    "cp2": (2, {"context": 2}, {}),
+    "cp2tp2ep2": (4, {"context": 2, "tensor": 2, "expert": 2}, {}),
+    "pp2": (2, {"pipeline": 2}, {}),
+}
+METRICS = ("head_mass_mu", "head_mass_pi", "head_mass_min", "tail_ratio", "abs_coeff_sum", "outside_frac")
+NAMES = ("actor/pg_loss", "actor/grad_norm", *(f"score_centering/{name}" for name in METRICS))
+
+
+def train(parallel: dict, overrides: dict, minibatches: int = 1, **objective) -> tuple[str, dict]:
+    centred = {"policy_term": "reinforce", "score_centering": True, **objective}
+    return "train_on_stored_rollouts", {
+        "num_steps": STEPS,
+        "minibatches": minibatches,
+        "head": 5,
+        "learner": {"optimizer": {"lr": 1e-4, "eps": EPS}, "parallel": parallel, **overrides},
+        "objective": centred,
+        "rollout": {"sampled_head": 5 * centred["score_centering"]},
+    }
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Result of every job on every rank: ``runs[job][rank]``."""
+    jobs: dict[int, dict] = {
+        1: {
+            "one": train({}, {}),
+            "one, minibatches": train({}, {}, 4),
+            "not centred": train({}, {}, score_centering=False),
+        },
+        2: {"cp2, minibatches": train({"context": 2}, {}, 4)},
+        4: {},
+    }
+    for name, (ranks, parallel, overrides) in LAYOUTS.items():
+        jobs[ranks][name] = train(parallel, overrides)
+    with Jobs(jobs, module="tests.parallel.programs.learner") as results:
+        yield results
+
+
+def assert_same(result: dict, reference: dict, minibatches: int = 1) -> None:
+    limits = float32_limits(STEPS, minibatches=minibatches, eps=EPS)
+    for got, want in zip(result["metrics"], reference["metrics"], strict=True):
+        assert {n for n in got if "noise/" not in n} == {n for n in want if "noise/" not in n}
+        for name in NAMES:
+            assert got[name] == rounded(want[name], 1000, scale=1 + abs(want[name]), dtype=torch.float32), name
+    assert largest_difference(result["weights"], reference["weights"]) <= limits.weights
+
+
+@pytest.mark.parametrize("layout", slow_but(["one sequence each", "fused head, tp2ep2", "cp2"], LAYOUTS))
+def test_layout_equals_one_rank(runs, layout):
+    first, *others = runs[layout]
+    assert_same(first, runs["one"][0])
+    for other in others:
+        assert other["metrics"] == first["metrics"]
+
+
+def test_several_minibatches_on_two_context_ranks(runs):
+    assert_same(runs["cp2, minibatches"][0], runs["one, minibatches"][0], 4)
+
+
+def test_centring_is_no_rounding(runs):
+    """What the other tests compare would show it: gradients and coefficients are far from what they are without."""
+    centred, plain = runs["one"][0]["metrics"][0], runs["not centred"][0]["metrics"][0]
+    assert abs(centred["actor/grad_norm"] - plain["actor/grad_norm"]) > 0.05 * plain["actor/grad_norm"]
+    assert centred["score_centering/abs_coeff_sum"] > 0.1
+    assert not any(name.startswith("score_centering") for name in plain)
+    assert {name for name in centred if not name.startswith("score_centering")} == plain.keys()
