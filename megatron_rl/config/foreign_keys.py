@@ -148,6 +148,7 @@ objective.policy_term.tau_positive @tau_positive | actor.policy_loss.tau_pos act
 objective.policy_term.tau_negative @tau_negative | actor.policy_loss.tau_neg actor.tau_neg=1.05 | |
 objective.aggregation @aggregation   | actor.loss_agg_mode=token-mean | |
 objective.aggregation @by_token      | | --calculate-per-token-loss=false | loss_fn.token_level_loss=true
+objective.score_centering @centered  | | | loss_fn.score_centering
 objective.max_response_length @norm  | actor.loss_scale_factor | |
 objective.entropy_bonus float        | actor.entropy_coeff=0 | --entropy-coef=0.0 |
 objective.anchor @bypass             | corr.bypass_mode | --use-rollout-logprobs |

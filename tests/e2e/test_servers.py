@@ -26,7 +26,7 @@ from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.routing import route_checksums
 from megatron_rl.types import Group
 from tests.e2e.hf_reference import assert_same as assert_same_by
-from tests.e2e.hf_reference import flat, perturbed, prompts
+from tests.e2e.hf_reference import flat, perturbed, prompts, rounding_bound
 from tests.support.patience import PATIENCE_S
 from tests.support.tiny import MODEL, REPOSITORY, tiny_recipe
 from tools.dev.make_tiny_checkpoint import build_tokenizer
@@ -47,8 +47,10 @@ class TestTwoServers:
 
     @pytest.fixture(scope="class")
     def generator(self, run_dir):
-        rollout = {**ROLLOUT, "engine": "vllm_server", "max_staleness": 1, "servers": SERVERS}
-        recipe = tiny_recipe(name=run_dir.name, run_root=str(run_dir.parent), rollout=rollout, routing={"replay": "r3"})
+        rollout = {**ROLLOUT, "engine": "vllm_server", "max_staleness": 1, "servers": SERVERS, "sampled_head": 6}
+        centred = {"policy_term": "reinforce", "score_centering": True}
+        names = {"name": run_dir.name, "run_root": str(run_dir.parent)}
+        recipe = tiny_recipe(**names, rollout=rollout, routing={"replay": "r3"}, objective=centred)
         run_dir.mkdir()
         file = run_dir / "recipe.resolved.yaml"
         file.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
@@ -91,6 +93,29 @@ class TestTwoServers:
         assert_same(*again)
         assert set(flat(again[0], "finish_reason")) == {"stop", "length"}
         assert generator.stats()["rollout/servers"] == 2
+
+    def test_heads_equal_those_of_a_fresh_engine(self, generator, fresh):
+        """The most probable tokens at each place with log mu, in the order of the tokens; none in validation."""
+        sampling = Sampling(24, head=6)
+        there = generator.rollout(prompts(8), 4, policy_version=2, step=2, sampling=sampling)
+        here = fresh.rollout(prompts(8), 4, policy_version=0, step=2, sampling=sampling)
+        assert_same(there, here)
+        bound = 2 * rounding_bound(here, sampling)
+        for name in ("head_tokens", "head_logprobs", "tokens", "inference_logprobs"):
+            assert [len(array) for array in flat(there, name)] == [len(array) for array in flat(here, name)], name
+        ids, values, own_ids, own = (
+            np.concatenate(flat(groups, name)) for groups in (there, here) for name in ("head_tokens", "head_logprobs")
+        )
+        assert values.shape == own.shape == (len(np.concatenate(flat(there, "tokens"))), 6)
+        assert np.abs(values - own).max() <= bound
+        is_clear = np.abs(np.diff(own, axis=1)).min(axis=1) > 2 * bound  # else two may change places
+        assert (ids == own_ids)[is_clear, :5].all()
+        assert is_clear.mean() > 0.5
+        sampled, chosen = (np.concatenate(flat(there, name)) for name in ("tokens", "inference_logprobs"))
+        places, columns = np.nonzero(ids == sampled[:, None])
+        assert (values[places, columns] == chosen[places]).all()
+        plain = generator.rollout(prompts(2), 1, policy_version=2, step=2, sampling=Sampling(4))
+        assert set(flat(plain, "head_logprobs")) == {None}
 
     def test_conversations_equal_those_of_a_fresh_engine(self, generator, fresh, monkeypatch):
         """Each server seals the routes of a turn; stitched, they are sealed for the whole response."""

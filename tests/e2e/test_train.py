@@ -305,6 +305,37 @@ def test_eval_scores_checkpoints_of_both_kinds(root, tmp_path):
     assert "neither a Hugging Face folder" in refused.stderr
 
 
+CENTRED = ["objective.policy_term=reinforce", "objective.score_centering=true", "num_steps=2", "batch.minibatches=2"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["rollout.sampled_head=32", "learner.fused_head=true"],
+        ["rollout.top_k=8", "rollout.top_p=0.9", "rollout.kept_sets=true", "rollout.sampled_head=8"],
+    ],
+    ids=["head", "kept sets"],
+)
+def test_centred_scores_of_engines_that_agree_and_of_one_that_rounds(tmp_path, more):
+    """c_v is rounding in the first mini-batch of engines in fp32 (the second has another pi), and not under int4."""
+    settings = [*CENTRED, *more, "recorder.record_batches=all"]
+    succeeded(train(tmp_path, "fp32", *settings, "batch.minibatches=1"))
+    succeeded(train(tmp_path, "int4", *settings, "rollout.quantization=int4"))
+    sums = {
+        name: [row["score_centering/abs_coeff_sum"] for row in metrics(tmp_path, name)] for name in ("fp32", "int4")
+    }
+    assert max(sums["fp32"]) < FIRST_STEP_BOUNDS["fp32"] < min(sums["int4"])
+    row = metrics(tmp_path, "int4")[0]
+    sequences = load_batch(batch_path(tmp_path / "int4" / "batches", 0)).batch.sequences
+    mu = np.exp(np.concatenate([s.head_logprobs for s in sequences]).astype(np.float64)).sum(axis=1)
+    trained = np.concatenate([s.loss_mask for s in sequences])
+    assert row["score_centering/head_mass_mu"] == rounded(mu[trained].mean(), dtype=torch.float32)
+    assert row["score_centering/head_mass_min"] == rounded(mu[trained].min(), dtype=torch.float32)
+    heads = np.concatenate([s.kept_tokens if s.head_tokens is None else s.head_tokens for s in sequences])
+    outside = ~(heads == np.concatenate([s.tokens for s in sequences])[:, None]).any(axis=1)
+    assert row["score_centering/outside_frac"] == rounded(outside[trained].mean())
+
+
 def test_kept_sets_leave_no_more_than_rounding_between_the_engines(tmp_path):
     """pi is over what mu keeps, in both mini-batches and in the pass before them; a stored batch has the sets."""
     settings = ["rollout.top_k=8", "rollout.top_p=0.9", "rollout.temperature=1.2", "rollout.kept_sets=true"]

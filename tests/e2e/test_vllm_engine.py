@@ -122,6 +122,28 @@ class TestSampling:
         assert min(sizes) < max(sizes) <= 6
         assert uncut > 0.01, "a softmax over all tokens is another policy"
 
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_heads_are_the_most_probable_tokens_of_the_whole_distribution(
+        self, generator, double_reference, temperature
+    ):
+        sampling = Sampling(MAX_RESPONSE_LENGTH, temperature, head=20)
+        groups = generator.rollout(prompts(16), 2, policy_version=0, step=0, sampling=sampling)
+        bound, mass = 2 * hf_reference.rounding_bound(groups, sampling), []
+        for group in groups:
+            for rollout in group.rollouts:
+                tokens, first = torch.tensor([[*group.prompt.tokens, *rollout.tokens]]), len(group.prompt.tokens) - 1
+                with torch.no_grad():
+                    logits = double_reference(input_ids=tokens, use_cache=False).logits[0, first:-1]
+                whole = hf_reference.distribution(logits, sampling)
+                head, log_mu = torch.from_numpy(rollout.head_tokens).long(), torch.from_numpy(rollout.head_logprobs)
+                assert (whole.gather(1, head) - log_mu).abs().max() <= bound
+                assert (whole.topk(20).values - log_mu).abs().max() <= bound
+                assert all(len(set(row)) == 20 for row in head.tolist())
+                mass.append(log_mu.double().exp().sum(1))
+        assert 0.5 < float(torch.cat(mass).min()) < 1.0
+        plain = generator.rollout(prompts(16), 2, policy_version=0, step=0, sampling=replace(sampling, head=0))
+        assert flat(plain, "tokens") == flat(groups, "tokens"), "a head changes what is sampled"
+
     @pytest.mark.parametrize("sampling", [Sampling(MAX_RESPONSE_LENGTH), Sampling(MAX_RESPONSE_LENGTH, 0.7, top_k=3)])
     def test_a_token_is_the_one_whose_interval_holds_its_random_number(
         self, generator, reference, double_reference, sampling

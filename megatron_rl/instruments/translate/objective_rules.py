@@ -33,6 +33,16 @@ def objective(t: Translation) -> None:
     corrections = {"verl": _of_verl, "slime": _of_slime, "NeMo-RL": _of_nemo_rl}[t.project](t, term, is_bypass)
     if corrections:
         t.put("objective.correction", corrections)
+    if t["centered"] is True:
+        kept = t.ours("rollout.kept_sets")
+        of_tokens = all(item.get("level", "token") == "token" for item in corrections)
+        if term == "reinforce" and of_tokens and (kept or not t.ours("rollout.top_k")):
+            t.put("objective.score_centering", True)
+            t.guess(
+                "rollout.sampled_head", t.ours("rollout.top_k") if kept else 128, "as in the paper, or the kept set"
+            )
+        else:
+            t.lose("centered", "scores are not centred: that needs policy term reinforce, and weights of single tokens")
     coefficient = real(t["kl_coefficient"]) or 0
     if coefficient and (t["kl_loss"] is True or t.project == "NeMo-RL"):
         t.lose(

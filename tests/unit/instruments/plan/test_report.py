@@ -289,6 +289,26 @@ def test_host_memory_of_a_node(capsys):
     assert "Turn off learner.offload.weights or learner.offload.optimizer" in message
 
 
+def test_heads_take_a_kibibyte_a_token_at_128():
+    """On the host 8 bytes of each of k tokens for every sampled one; on the GPU those of one update of a replica."""
+    centred = ("objective.policy_term=reinforce", "objective.score_centering=true", "rollout.sampled_head=128")
+    without, beside = (
+        make_plan(work(MOE, "h100-80", "objective.policy_term=reinforce")),
+        make_plan(work(MOE, "h100-80", *centred)),
+    )
+    host = dict(beside.host.items)["heads of sampled tokens, 1024 bytes each"]
+    w = beside.work
+    assert host == rounded(1024 * w.sampled_sequences * w.mean_response / w.nodes)
+    assert beside.host.total - without.host.total == rounded(host, scale=beside.host.total)
+    sizes = [dict(plan.memory.phases[0].items) for plan in (without, beside)]
+    tokens = w.recipe.num_sequences * w.mean_response / w.recipe.batch.minibatches / w.data_parallel
+    assert sizes[1].pop("heads") == rounded(128 * (12 * tokens + 44 * w.microbatch_tokens))
+    assert sizes[0] == sizes[1]
+    kept = ("rollout.top_k=20", "rollout.top_p=0.9", "rollout.kept_sets=true", "rollout.sampled_head=20")
+    planned = make_plan(work(MOE, "h100-80", *centred, *kept))
+    assert f"heads of sampled tokens, {8 * 36} bytes each" in dict(planned.host.items)
+
+
 def test_the_report_says_what_each_setting_gains():
     plan = make_plan(work(MOE, "h100-80", *ASIDE, "rollout.gpu_memory_utilization=0.8", nodes=1))
     text = render(plan, detail=True)
