@@ -311,20 +311,20 @@ CENTRED = ["objective.policy_term=reinforce", "objective.score_centering=true", 
 @pytest.mark.parametrize(
     "more",
     [
-        ["rollout.sampled_head=32", "learner.fused_head=true"],
+        ["rollout.sampled_head=4", "rollout.temperature=2", "learner.fused_head=true"],
         ["rollout.top_k=8", "rollout.top_p=0.9", "rollout.kept_sets=true", "rollout.sampled_head=8"],
     ],
     ids=["head", "kept sets"],
 )
 def test_centred_scores_of_engines_that_agree_and_of_one_that_rounds(tmp_path, more):
-    """c_v is rounding in the first mini-batch of engines in fp32 (the second has another pi), and not under int4."""
+    """c_v is rounding with one update and engines in fp32, and not under int4. At this temperature there are tails."""
     settings = [*CENTRED, *more, "recorder.record_batches=all"]
     succeeded(train(tmp_path, "fp32", *settings, "batch.minibatches=1"))
     succeeded(train(tmp_path, "int4", *settings, "rollout.quantization=int4"))
     sums = {
         name: [row["score_centering/abs_coeff_sum"] for row in metrics(tmp_path, name)] for name in ("fp32", "int4")
     }
-    assert max(sums["fp32"]) < FIRST_STEP_BOUNDS["fp32"] < min(sums["int4"])
+    assert 10 * max(sums["fp32"]) < min(sums["int4"])
     row = metrics(tmp_path, "int4")[0]
     sequences = load_batch(batch_path(tmp_path / "int4" / "batches", 0)).batch.sequences
     mu = np.exp(np.concatenate([s.head_logprobs for s in sequences]).astype(np.float64)).sum(axis=1)
