@@ -14,20 +14,24 @@ import hashlib
 import inspect
 import operator
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from megatron_rl.errors import InputError, shown
 from megatron_rl.model.architecture import Architecture
 from megatron_rl.process.user_functions import load_function
+from megatron_rl.rollout.chat import Chat
 from megatron_rl.rollout.generator import LegCounts, RolloutError, Sampling, sampling_fields
 from megatron_rl.rollout.requests import Request, Sealed, make_rollout
-from megatron_rl.routing import checksums_from_row, joined_checksums
+from megatron_rl.routing import checksums_from_row, joined_checksums, route_checksums
 from megatron_rl.types import FinishReason, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from megatron_rl.rollout.endpoint import Endpoint
 
 Function = Callable[["Client", Prompt], Awaitable["Conversation"]]
 
@@ -40,10 +44,16 @@ class Talk:
     function: Function
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
+    chat: Chat | None = None  # None: there is no chat template
 
 
-def load_talk(name: str, tokenizer: Any) -> Talk:
-    """Import `rollout.function` ``name``. Raises `InputError` where it cannot be imported or is no ``async def``."""
+def load_talk(
+    name: str, tokenizer: Any, template: str | None = None, arguments: Mapping[str, Any] | None = None
+) -> Talk:
+    """Import `rollout.function` ``name``. Raises `InputError` where it cannot be imported or is no ``async def``.
+
+    ``template``, ``arguments``: of `Client.endpoint`, as `Chat` takes them.
+    """
     try:
         function = load_function(name)
     except Exception as error:
@@ -60,7 +70,8 @@ def load_talk(name: str, tokenizer: Any) -> Talk:
             "`async def f(client, problem)`"
         ) from error
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    return Talk(name, function, encode, partial(tokenizer.decode, skip_special_tokens=True))
+    chat = None if template is None else Chat(tokenizer, template, arguments)
+    return Talk(name, function, encode, partial(tokenizer.decode, skip_special_tokens=True), chat)
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -83,6 +94,27 @@ class Turn:
     checksums: np.ndarray | None = None  # of routes that a server sealed; None: as the engine records them
     versions: np.ndarray | None = None  # [tokens] int32, of the weights that sampled each; None: the engine's
     counts: LegCounts = LegCounts()  # noqa: RUF009 - how weight updates met it; frozen
+    num_cached: int | None = None  # tokens of `prompt` that the engine had in its cache; None: it does not say
+
+    def cut(self, length: int, sequence_id: str) -> Turn:
+        """Return the turn of the first ``length`` sampled tokens, which were to be the last."""
+        if length >= len(self.tokens):
+            return self
+        end, routes, checksums = len(self.prompt) + length - 1 - self.first_row, self.routes, self.checksums
+        if routes is not None and checksums is not None:
+            whole, num_layers = np.array([*self.prompt, *self.tokens]), routes.shape[1]
+            behind = route_checksums(sequence_id, whole, routes[end:], self.first_row + end)[-num_layers:]
+            layers = (checksums[-num_layers:].view(np.uint64) - behind.view(np.uint64)).view(np.int64)
+            checksums = np.concatenate([checksums[:end], layers])
+        return replace(
+            self,
+            tokens=self.tokens[:length],
+            logprobs=self.logprobs[:length],
+            finish_reason="stop",
+            routes=None if routes is None else routes[:end],
+            checksums=checksums,
+            versions=None if self.versions is None else self.versions[:length],
+        )
 
 
 class Conversation:
@@ -99,8 +131,9 @@ class Conversation:
         self._num_rows = self._end = 0  # rows of `_routes`; tokens up to the end of the last turn
         self._last: Turn | None = None
         self._counts = LegCounts()  # of all turns, without their versions
-        self.num_turns = 0
+        self.num_turns = self.num_reread = 0  # reread: tokens that the engine computed for an earlier turn as well
         self.truncated = False  # there was no room to go on; the function may set it, too
+        self.refusal = ""  # what a program was told that got no answer from an `Endpoint`
 
     @property
     def tokens(self) -> list[int]:
@@ -118,6 +151,27 @@ class Conversation:
         self.add(turn)
         return turn
 
+    async def reply(
+        self,
+        told: Sequence[int],
+        max_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        cut: Callable[[list[int]], int] = len,
+    ) -> Turn | None:
+        """`tell`, then `generate`: both or, where the caller is cancelled, neither. None: there is no room.
+
+        ``cut``: how many of the sampled tokens stay, where text ends the turn that is not one token.
+        """
+        told = self._client.token_ids(told, "reply")
+        if len(told) >= self.room:
+            self.truncated = True
+            return None
+        turn = await self._client.sample([*self._tokens, *told], max_tokens, stop_token_ids, self._num_rows)
+        turn = turn.cut(cut(turn.tokens), self._client.sequence_id)
+        self.tell(told)
+        self.add(turn)
+        return turn
+
     def add(self, turn: Turn) -> None:
         """Append what `Client.generate` sampled after exactly the tokens that are here. They are trained on."""
         if turn.prompt != self._tokens:
@@ -130,6 +184,8 @@ class Conversation:
             self._versions += [np.repeat(turn.versions[:1], len(turn.prompt) - (self._end or self._num_prompt))]
             self._versions += [turn.versions]
         self._counts += turn.counts
+        if turn.num_cached is not None and self.num_turns:  # the last sampled token was not read yet
+            self.num_reread += max(0, self._end - 1 - turn.num_cached)
         self._last, self._end, self.num_turns = turn, len(self._tokens), self.num_turns + 1
 
     def _add_routes(self, turn: Turn) -> None:
@@ -251,12 +307,23 @@ class Client:
         self.encode, self.decode, self.vocab_size = talk.encode, talk.decode, vocab_size
         self.seed = request.seed  # of the response: for random numbers of the function's own
         self.sequence_id = request.sequence_id
+        self._chat = talk.chat
         self._request, self._requests, self._sampling, self._stops = request, requests, sampling, stops
         self._num_requests = 0
+        self.num_endpoints = 0
 
     def conversation(self) -> Conversation:
         """Return a new conversation that begins with the problem's prompt."""
         return Conversation(self, self._request.prompt.tokens, self._sampling.max_response_length)
+
+    def endpoint(self, max_turns: int = 64) -> Endpoint:
+        """Return an address, for ``async with``, where programs that speak OpenAI's chat hold a new conversation."""
+        if self._chat is None:
+            raise RolloutError("endpoint: there is no chat template; set data.prompt.chat_template to the path of one")
+        from megatron_rl.rollout.endpoint import Endpoint  # needs aiohttp, which comes with vLLM
+
+        self.num_endpoints += 1
+        return Endpoint(self.conversation(), self._chat, self.encode, self.decode, max_turns)
 
     def token_ids(self, given: Sequence[int], what: str) -> list[int]:
         """Return ``given`` as a list. Raises `RolloutError` for what is no sequence of the model's tokens."""
@@ -347,9 +414,15 @@ class Requests:
 
     async def answer(self, tokens: list[int], fields: dict[str, Any], first_row: int) -> Turn:
         future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        self._open[self._engine.submit(tokens, fields)] = future, tokens
+        name = self._engine.submit(tokens, fields)
+        self._open[name] = future, tokens
         self.came.set()
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:  # the conversation gave the turn up
+            if self._open.pop(name, None) is not None:
+                self._engine.abort([name])
+            raise
 
     def step(self) -> None:
         for name, output in self._engine.step():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.errors import InputError
+from megatron_rl.rollout.chat import NO_REQUEST
 from megatron_rl.rollout.conversation import Client, Talk, Turn, converse
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.requests import Request
@@ -42,14 +43,16 @@ def rehearse(talk: Talk, prompt: Prompt, sampling: Sampling, stops: list[int], v
     """
     request = Request(0, prompt, 0, seed=0)
     ended: list[RolloutError | None] = []
+    endpoints: list[int] = []
 
     def hold() -> None:
         for fills, num_turns in ((False, 0), (False, 1), (True, 0)):
             stand_in = StandIn(prompt.tokens, fills, num_turns)
             client = Client(talk, request, stand_in, sampling, stops, vocab_size)
             try:
-                asyncio.run(converse(talk, client, request))
-                ended.append(None)
+                conversation = asyncio.run(converse(talk, client, request))
+                ended.append(_refused(talk, conversation.refusal) if conversation.refusal else None)
+                endpoints.append(client.num_endpoints)
             except RolloutError as error:
                 ended.append(error)
             except (SystemExit, KeyboardInterrupt) as error:  # would end a run as well
@@ -64,4 +67,14 @@ def rehearse(talk: Talk, prompt: Prompt, sampling: Sampling, stops: list[int], v
         raise InputError(f"{error} (called by `check` with tokens of the prompt in place of what a policy samples)")
     if thread.is_alive():
         return f"{talk.name}: not tried to its end, which took more than {PATIENCE_S:g} s"
-    return f"{talk.name}: tried with three conversations without an engine"
+    tried = f"{talk.name}: tried with three conversations without an engine"
+    if talk.chat is None or not any(endpoints):
+        return tried
+    return "; ".join([tried, *(f"endpoint: {why}" for why in talk.chat.rewrites.values())])
+
+
+def _refused(talk: Talk, refusal: str) -> RolloutError:
+    error = RolloutError(f"rollout.function {talk.name}: its program got no answer: {refusal}")
+    if refusal == NO_REQUEST:  # the program may be at home on another machine
+        error.__cause__ = OSError(refusal)
+    return error

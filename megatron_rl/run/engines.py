@@ -20,7 +20,7 @@ from megatron_rl.learner.passes import PhaseFn
 from megatron_rl.monitor import RunDirectory
 from megatron_rl.process.ranks import together
 from megatron_rl.rollout import Generator
-from megatron_rl.rollout.conversation import load_talk
+from megatron_rl.run.prepare import talk_of
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ def start_generator(
     """
     together("learner.offload", learner.step_aside, fault=OffloadError, describe=str)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    talk = load_talk(recipe.rollout.function, tokenizer) if recipe.rollout.function is not None else None
+    talk = talk_of(recipe, tokenizer) if recipe.rollout.function is not None else None
     if recipe.rollout.engine == "exact":
         return ExactGenerator(
             recipe.rollout,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights, resolve_stop_token_ids
 from megatron_rl.checkpoint.manifest import list_checkpoints
@@ -30,6 +30,7 @@ from megatron_rl.config.model_rules import (
 from megatron_rl.config.objective import label_of, parts_without_effect, user_functions
 from megatron_rl.config.recipe import has_mismatch, section_problems
 from megatron_rl.data import PromptSet, check_source, check_vocabulary, load_tokenizer, load_train, load_validation
+from megatron_rl.data.prompts import chat_template
 from megatron_rl.errors import InputError, shown
 from megatron_rl.model.architecture import (
     KNOWN_MODELS,
@@ -45,6 +46,9 @@ from megatron_rl.process.devices import default_device
 from megatron_rl.rewards import Rewarder, check_function, check_reward
 from megatron_rl.rewards.rewarder import Trial
 from megatron_rl.run.identity import begin_step, compare, contents, has_begun, is_complete, refuse
+
+if TYPE_CHECKING:
+    from megatron_rl.rollout.conversation import Talk
 
 SHOWN_CHARACTERS, SHOWN_SOURCES, SHOWN_TOKENS = 300, 8, 24  # of a prompt; of the data sources; at each end of a prompt
 TRIED_GOLDS = 200  # of the training set and of the validation set
@@ -206,9 +210,7 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
     refuse_recipe(recipe, missing_clients(recipe.monitor.sinks))
     tokenizer = load_tokenizer(str(recipe.model.path))
     if recipe.rollout.function is not None:
-        from megatron_rl.rollout.conversation import load_talk  # needs torch, which `check` can do without
-
-        load_talk(recipe.rollout.function, tokenizer)
+        talk_of(recipe, tokenizer)
     train = load_train(recipe.data, tokenizer)
     if (prompts := recipe.batch.prompts_of_a_round) > len(train):
         key = "generation_prompts" if recipe.batch.generation_prompts else "prompts"
@@ -231,6 +233,15 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
         ]
         report = [*checked.report, *notes, *about_data]
         yield Prepared(recipe, checked, tokenizer, train, validation, rewarder, report)
+
+
+def talk_of(recipe: Recipe, tokenizer: Any) -> Talk:
+    """Return `rollout.function`, with the chat template of its endpoints: the prompts', else the tokenizer's."""
+    from megatron_rl.rollout.conversation import load_talk  # needs torch, which `check` can do without
+
+    own = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+    template = chat_template(tokenizer, recipe.data.prompt) or own
+    return load_talk(recipe.rollout.function, tokenizer, template, recipe.data.prompt.chat_template_args)
 
 
 def in_steps(recipe: Recipe, num_prompts: int) -> tuple[Recipe, list[tuple[str, str]]]:
@@ -281,11 +292,10 @@ def _conversations(prepared: Prepared) -> list[tuple[str, str]]:
     recipe, vocab_size = prepared.recipe, prepared.checked.architecture.vocab_size
     if recipe.rollout.function is None:
         return []
-    from megatron_rl.rollout.conversation import load_talk
     from megatron_rl.rollout.generator import Sampling
     from megatron_rl.rollout.rehearsal import rehearse
 
-    talk = load_talk(recipe.rollout.function, prepared.tokenizer)
+    talk = talk_of(recipe, prepared.tokenizer)
     stops = resolve_stop_token_ids(recipe.rollout.stop_token_ids, recipe.model.path)
     prompt, sampling = prepared.train.first_of_each_source()[0], Sampling.from_config(recipe.rollout)
     return [("turns", rehearse(talk, prompt, sampling, stops, vocab_size))]

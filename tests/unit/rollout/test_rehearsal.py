@@ -12,6 +12,7 @@ from megatron_rl.rollout.conversation import Client, load_talk
 from megatron_rl.rollout.generator import RolloutError, Sampling
 from megatron_rl.rollout.requests import Request
 from megatron_rl.types import Prompt
+from tests.support import chats
 from tests.support.tiny import REPOSITORY
 
 PROBLEM, VOCAB = Prompt("p", [5, 6, 7], "0", "^12=", "d", {}), 20
@@ -76,6 +77,43 @@ def test_what_only_the_machine_lacks_is_said(body, said, tmp_path, monkeypatch):
     stops = body.replace("while True: pass", "import time; time.sleep(1)")
     (tmp_path / f"lacks_{len(body)}.py").write_text(f"import asyncio\nasync def f(client, problem):\n{stops}")
     assert said in rehearsed(f"{tmp_path}/lacks_{len(body)}.py:f")
+
+
+AGENT = """import json, urllib.request, asyncio
+def ask(endpoint, messages, **keys):
+    body = json.dumps({"messages": messages} | keys).encode()
+    key = {"Authorization": "Bearer " + endpoint.key}
+    request = urllib.request.Request(endpoint.url + "/chat/completions", body, key)
+    try:
+        return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    except OSError as error:
+        return {"error": str(error)}
+async def f(client, problem):
+    async with client.endpoint() as endpoint:
+        messages = [{"role": "user", "content": "ab"}]
+        answer = await asyncio.to_thread(ask, endpoint, messages, KEYS)
+        await asyncio.to_thread(ask, endpoint, [*messages, answer, *messages])
+    return endpoint.conversation
+"""
+
+
+def test_what_an_endpoint_would_refuse_is_found_by_check(tmp_path):
+    def checked(name, keys, template, prompt):
+        (tmp_path / f"{name}.py").write_text(AGENT.replace("KEYS", keys))
+        talk = load_talk(f"{tmp_path}/{name}.py:f", chats.TOKENIZER, template)
+        problem = Prompt("p", prompt, "0", "", "d", {})
+        return rehearsal.rehearse(talk, problem, Sampling(200), [chats.END], len(chats.TOKENIZER))
+
+    assert checked("kept", "n=1", chats.TEMPLATE, [chats.START]).endswith("without an engine")
+    said = checked("cut", "n=1", chats.CUTS, [chats.START])
+    assert "endpoint: once a message of role user follows, the chat template writes an earlier answer" in said
+    assert "Give data.prompt.chat_template the path" in said
+    with pytest.raises(InputError, match="its program got no answer: n: 2 is not served"):
+        checked("branches", "n=2", chats.TEMPLATE, [chats.START])
+    with pytest.raises(InputError, match="must render to what begins with the problem's prompt"):
+        checked("another", "n=1", chats.TEMPLATE, [chats.END])
+    with pytest.raises(InputError, match="there is no chat template"):
+        checked("plain", "n=1", None, [chats.START])
 
 
 @given(
