@@ -91,6 +91,7 @@ class VllmGenerator:
     """
 
     _talk: Talk | None = None
+    _num_reread = 0  # tokens that this engine computed again for a later turn of the last rollout
     _runner: asyncio.Runner | None = None  # its loop lasts, so that functions can keep connections open
 
     def __init__(
@@ -173,6 +174,7 @@ class VllmGenerator:
         self._stats |= throughput(rollouts, time.perf_counter() - start)
         if self._talk is not None:
             self._stats["rollout/turns_mean"] = sum(rollout.num_turns for rollout in rollouts) / len(rollouts)
+            self._stats["rollout/reread_tokens"] = float(sum(gather_objects(self._num_reread)))
         return make_groups(prompts, num_samples, rollouts)
 
     def announce_to(self, listener: Listener) -> None:
@@ -245,13 +247,14 @@ class VllmGenerator:
         assert talk is not None
         assert self._config.tensor_parallel == 1
         rollouts: list[Rollout | None] = [None] * len(requests)
-        vocab_size = self._architecture.vocab_size
+        vocab_size, self._num_reread = self._architecture.vocab_size, 0
 
         async def one(place: int, under_way: Requests) -> None:
             request = requests[place]
             client = Client(talk, request, under_way, sampling, self._stop_token_ids, vocab_size)
             conversation = await converse(talk, client, request)
             rollouts[place] = rollout = self._to_response(request, conversation, records)
+            self._num_reread += conversation.num_reread
             if self._listener is not None:
                 self._listener(request.prompt, [rollout])
 
@@ -450,7 +453,8 @@ class _Steps:
     def to_turn(self, tokens: list[int], output: Any) -> Turn:
         completion = output.outputs[0]
         sampled, logprobs = sampled_tokens(completion)
-        return Turn(tokens, sampled, logprobs, completion.finish_reason, completion.routed_experts)
+        cached, routes = output.num_cached_tokens, completion.routed_experts
+        return Turn(tokens, sampled, logprobs, completion.finish_reason, routes, num_cached=cached)
 
     def abort(self, names: list[str]) -> None:
         self._llm.llm_engine.abort_request(names)

@@ -9,6 +9,7 @@ import asyncio
 import threading
 from types import SimpleNamespace
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -55,7 +56,8 @@ class Stage:
         fields = {"engine": "vllm_server", "max_staleness": 1, "in_flight": {"mode": mode}, "deadline_s": deadline_s}
         fields["max_num_seqs"] = 4
         servers = SimpleNamespace(members=pool, turn=asyncio.Lock(), fetchers=[0])
-        talk = Talk("f", function, lambda text: [], str)
+        chat = SimpleNamespace(first=lambda *_: [*PROMPT], following=lambda *_: [*RESULT], rewrites={})
+        talk = Talk("f", function, lambda text: [], str, chat)
         self.server, self._config = server, RolloutConfig.model_validate(fields)
         self.sampler = Sampler(
             self._config, servers, ARCHITECTURE, [], None, dict, talk, vocab_size=ARCHITECTURE.vocab_size
@@ -93,6 +95,21 @@ async def with_a_tool(client, problem):
     return conversation
 
 
+async def through_its_endpoint(client, problem):
+    """The same two turns, asked for by HTTP."""
+    head, messages = {"role": "user", "content": "go"}, []
+    async with client.endpoint() as endpoint, aiohttp.ClientSession() as session:
+        for most in (FIRST, SECOND):
+            messages.append(head)
+            async with session.post(
+                f"{endpoint.url}/chat/completions",
+                json={"messages": messages, "max_tokens": most},
+                headers={"Authorization": f"Bearer {endpoint.key}"},
+            ) as response:
+                messages.append((await response.json())["choices"][0]["message"])
+    return endpoint.conversation
+
+
 async def with_a_side_request(client, problem):
     """The second turn is asked for beside the conversation, so that routes of all its tokens come."""
     conversation = client.conversation()
@@ -119,7 +136,7 @@ def check_whole(rollout, versions: list[int]) -> None:
     assert (rollout.num_turns, rollout.num_sampled) == (2, FIRST + SECOND)
 
 
-@pytest.mark.parametrize("function", [with_a_tool, with_a_side_request])
+@pytest.mark.parametrize("function", [with_a_tool, with_a_side_request, through_its_endpoint])
 def test_turns_become_one_response_with_its_seals(function, monkeypatch):
     share = play(function, to_the_end, monkeypatch)
     assert [rollout.sample for rollout in share.rollouts] == [0, 1, 2]
