@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -73,9 +74,10 @@ class Chat:
             except ChatError as error:
                 return str(error)
             if not written.startswith(held):
+                place = len(os.path.commonprefix([held, written]))
                 return (
-                    f"once a message of role {role} follows, the chat template writes an earlier answer {text!r} in "
-                    f"another way ({written!r}, not {held!r} …), which the policy did not sample. Give "
+                    f"once a message of role {role} follows, the chat template writes an earlier answer in another way "
+                    f"than it was sampled: {written[place:][:40]!r} in place of {held[place:][:40]!r}. Give "
                     "data.prompt.chat_template the path of a template that keeps answers as they are"
                 )
         return ""

@@ -143,7 +143,8 @@ def test_a_template_that_keeps_answers(template):
 def test_a_template_that_cuts_thinking_is_recognised():
     (role, why), *others = Chat(TOKENIZER, CUTS).rewrites.items()
     assert (role, others) == ("user", [])
-    assert "a thought" in why
+    assert r"'an answer<|im_end|>\n" in why
+    assert r"in place of '<think>\na thought" in why
     assert "Give data.prompt.chat_template the path" in why
 
 
