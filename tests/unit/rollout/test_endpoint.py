@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import socket
 from collections import Counter
@@ -451,7 +452,7 @@ class Slow:
             self.running.pop(name)
 
 
-def held(engine, *functions, **options) -> list:
+def held(engine, *functions, deadline: float = math.inf, **options) -> list:
     results = [None] * len(functions)
 
     async def one(place, requests):
@@ -460,7 +461,7 @@ def held(engine, *functions, **options) -> list:
     async def all_of_them():
         requests = Requests(engine)
         conversations = [lambda place=place: one(place, requests) for place in range(len(functions))]
-        await hold(conversations, requests, float("inf"))
+        await hold(conversations, requests, deadline)
 
     asyncio.run(all_of_them())
     return results
@@ -530,6 +531,21 @@ def test_many_run_together_and_weights_change_between_their_turns():
         read_again = [len(conversation.response) - 2]  # all before the last turn's sample
         assert conversation.num_reread <= 2 * read_again[0]
         assert conversation.num_reread > 0
+
+
+def test_the_deadline_closes_the_address():
+    addresses = []
+
+    async def agent(client, problem):
+        async with client.endpoint() as endpoint:
+            addresses.append(endpoint.url.split("/")[2].split(":"))
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        held(Slow(1), agent, deadline=-math.inf)
+    ((host, port),) = addresses
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)))
 
 
 def test_two_requests_at_once_take_turns():
