@@ -22,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 # Benchmark → the sizes of its smoke form. No smoke form judges times: one round says nothing.
 SMOKE: dict[str, dict[str, Any]] = {
+    "endpoint": {"prompts": 1, "group": 2, "length": 4},
     "engines": {"prompts": 1, "group": 2, "length": 4},
     "exact": {"sizes": (2,), "length": 4},
     "learner": {"sizes": ((2, 16),)},
@@ -36,11 +37,12 @@ def measure(name: str, smoke: bool) -> None:
     import torch
 
     from megatron_rl.learner.process_groups import shutdown
+    from tools.bench.endpoint import endpoint
     from tools.bench.engines import engines
     from tools.bench.parts import ALL
 
     torch.set_num_threads(1)
-    (ALL | {"engines": engines})[name](**(SMOKE[name] | {"rounds": 1} if smoke else {}))
+    (ALL | {"endpoint": endpoint, "engines": engines})[name](**(SMOKE[name] | {"rounds": 1} if smoke else {}))
     shutdown()
 
 

@@ -9,7 +9,7 @@ from tools.bench.parts import ALL
 
 
 def test_every_benchmark_has_a_smoke_form():
-    assert {*ALL, "engines"} == benches.SMOKE.keys()
+    assert {*ALL, "endpoint", "engines"} == benches.SMOKE.keys()
 
 
 @pytest.mark.parametrize(("status", "commit"), [("", "1234567"), (" M a", "1234567 and changes that no commit has")])
