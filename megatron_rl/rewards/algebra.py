@@ -43,7 +43,9 @@ class NumericAlgebra(Algebra):
     """Compares by values with many digits where exact fractions do not decide."""
 
     def equal(self, one: Node, other: Node) -> bool:
-        return any(_agree(one, other, base) for base in _log_bases(one, other))
+        """As in `Algebra`. The base of ``\\log`` without a base is e or 10, the same in both answers."""
+        bare = any(part.value == "log" and len(part.args) == 1 for node in (one, other) for part in walk(node))
+        return _agree(one, other, _MP.e) or (bare and _agree(one, other, _MP.mpf(10)))
 
     def same_solutions(self, one: Node, other: Node, inequality: bool = False) -> bool:
         """Return whether two relations, written as differences, have the same solutions.
@@ -74,14 +76,6 @@ class NumericAlgebra(Algebra):
             return None
         sign, mantissa, exponent, _ = _MP.mpf(_MP.re(value))._mpf_
         return (-1) ** sign * Fraction(int(mantissa)) * Fraction(2) ** exponent
-
-
-def _log_bases(one: Node, other: Node) -> tuple[Value, ...]:
-    r"""Return the bases to try for ``\log`` without a base: e and 10. Both answers must use the same one."""
-    bare = any(
-        part.kind == "call" and part.value == "log" and len(part.args) == 1 for n in (one, other) for part in walk(n)
-    )
-    return (_MP.e, _MP.mpf(10)) if bare else (_MP.e,)
 
 
 def _names(*nodes: Node) -> list[str]:
@@ -242,21 +236,19 @@ class _Evaluator:
         if name == "log":
             return _MP.log(args[0]) / _MP.log(args[1] if len(args) == 2 else self._log_base)
         if is_unknown(node):
-            return self._unknown(name, args)
+            # a value of its own; two answers agree only if they use it at the same arguments
+            seed = zlib.crc32(name.encode())
+            if any(abs(arg) > 10**6 for arg in args):
+                raise _NoValue
+            shares = (
+                _MP.sin(arg * (seed % (31 + k) + 7) / 13 + k) + arg * (seed % 17 + 3) / (11 + k)
+                for k, arg in enumerate(args)
+            )
+            return _MP.fsum(shares) + _MP.mpf(seed % 89 + 1) / 97
         result = exact(node)
         if result is None:
             raise _NoValue
         return _MP.mpf(result.numerator) / result.denominator
-
-    def _unknown(self, name: str, args: list[Value]) -> Value:
-        """Return a value for an unknown function; two answers agree only if they use it at the same arguments."""
-        seed = zlib.crc32(name.encode())
-        total = _MP.mpf(seed % 89 + 1) / 97
-        for place, arg in enumerate(args):
-            if abs(arg) > 10**6:
-                raise _NoValue
-            total += _MP.sin(arg * (seed % (31 + place) + 7) / 13 + place) + arg * (seed % 17 + 3) / (11 + place)
-        return total
 
     def _over_range(self, node: Node) -> Value:
         """Return a short sum or product; else a number that two expressions share only if their terms agree."""

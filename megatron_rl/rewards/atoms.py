@@ -15,28 +15,23 @@ MAX_DIGITS = 2000
 _ALIASES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "sgn": "sign", "tg": "tan", "ctg": "cot",
             "arctg": "arctan", "arcctg": "arccot", "arsinh": "arcsinh",
             "arcosh": "arccosh", "artanh": "arctanh"}  # fmt: skip
-_ACCENTS = frozenset(
-    words(
-        "overline vec hat tilde dot ddot overleftrightarrow overarc widearc wideparen arc triangle angle "
-        "measuredangle odot bigtriangleup square parallelogram underleftarrow check acute grave breve"
-    )
-)
-_GREEK = frozenset(
-    words(
-        "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi "
-        "omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar aleph partial nabla star"
-    )
-)
-_ENVIRONMENTS = frozenset(
-    words(
-        "aligned align gathered gather split eqnarray multline cases array matrix pmatrix bmatrix Bmatrix "
-        "smallmatrix psmallmatrix"
-    )
-)
+_ACCENTS = frozenset(words(
+    "overline vec hat tilde dot ddot overleftrightarrow overarc widearc wideparen arc triangle angle "
+    "measuredangle odot bigtriangleup square parallelogram underleftarrow check acute grave breve"
+))  # fmt: skip
+_GREEK = frozenset(words(
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega "
+    "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar aleph partial nabla star"
+))  # fmt: skip
+_ENVIRONMENTS = frozenset(words(
+    "aligned align gathered gather split eqnarray multline cases array matrix pmatrix bmatrix Bmatrix smallmatrix "
+    "psmallmatrix"
+))  # fmt: skip
 RELATIONS = frozenset(["=", "<", ">", "<=", ">=", "!=", "≈", "≡", "∈", "∉"])
 _IF = ("if", "for", "when", "where", "on")
-_PLAIN_NAMES = {"infinity": r"\infty", "inf": r"\infty", "oo": r"\infty", "pi": r"\pi"}
-_UNKNOWN_FUNCTIONS = frozenset("fghFGH")
+_INFINITY = Node("constant", value="infinity")
+_CONSTANTS = {"pi": Node("constant", value="pi"), "emptyset": Node("empty"), "ldots": Node("name", value="ldots")}
+_CONSTANTS |= dict.fromkeys(("infty", "infinity", "inf", "oo"), _INFINITY)
 _ALONE = ("matrix", "union", "list", "add", "mul", "div")  # what square brackets around it only group
 
 
@@ -106,17 +101,14 @@ class AtomParser(UnitCursor):
         run = token.text
         if run in units.CURRENCIES:
             return self._money(units.CURRENCIES[run])
-        if run in _PLAIN_NAMES and len(run) > 1:
-            return self._command(_PLAIN_NAMES[run][1:])
+        if run in _CONSTANTS:
+            return _CONSTANTS[run]
         if run == "sqrt" or run in FUNCTIONS:
             return self._command(run)
         if len(run) > 1 and (token.roman or run in COMMON_WORDS):
             raise Unread(f"the word {run} in an expression")
-        if len(run) > 1:
-            self._position -= 1
-            self._tokens[self._position : self._position + 1] = [Token("letters", x) for x in run]
-            self._position += 1
-        return self._name(run[0])
+        self._position -= 1
+        return self._name(self._first().text)
 
     def _name(self, text: str) -> Node:
         """A variable with its subscript and primes, or a constant; ``f(…)`` is the value of an unknown function."""
@@ -128,7 +120,7 @@ class AtomParser(UnitCursor):
                 text += "_" + self._spelled_argument()
         if text in ("e", "i"):
             return Node("constant", value=text)
-        if bare in _UNKNOWN_FUNCTIONS and self._at("("):
+        if bare in "fghFGH" and self._at("("):
             self._position += 1
             inside = self._brackets("(")
             return Node("call", inside.args if inside.kind == "tuple" else (inside,), text)
@@ -137,12 +129,10 @@ class AtomParser(UnitCursor):
     def _spelled_argument(self) -> str:
         """The subscript or accented letters, as text."""
         if not self._at("{"):
-            token = self._next()
+            token = self._peek()
+            token = self._next() if token.kind == "number" else self._first()
             if token.kind == "sign":
                 raise Unread("a sign as subscript")
-            if token.kind == "letters" and len(token.text) > 1 and not token.roman:
-                self._tokens[self._position - 1 : self._position] = [Token("letters", x) for x in token.text]
-                return token.text[0]
             return token.text
         self._position += 1
         parts, depth = [], 1
@@ -154,26 +144,26 @@ class AtomParser(UnitCursor):
             parts.append(token.text)
 
     def _command(self, name: str) -> Node:
-        if name == "frac":
-            return Node("div", (self._argument(), self._argument()))
+        if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        if name in ("frac", "binom"):
+            args = self._argument(), self._argument()
+            return Node("div", args) if name == "frac" else Node("call", args, "binom")
         if name == "sqrt":
             index = number(2)
             if self._take("["):
                 index = self._sum()
                 self._expect("]")
             return Node("root", (self._argument(), index))
-        if name == "binom":
-            return Node("call", (self._argument(), self._argument()), "binom")
-        if name in ("pi", "infty"):
-            return Node("constant", value="infinity" if name == "infty" else "pi")
         if name == "langle":
             return self._brackets(r"\langle")
         if name in ("lvert", "lfloor", "lceil"):
             return self._bars(rf"\r{name[1:]}")
-        if name == "emptyset":
-            return Node("empty")
         if name in "RZNQC":
-            return Node("domain", value=name + "".join(self._domain_marks()))
+            while self._at("^", "_"):  # `\mathbb{Z}^+`, `\mathbb{R}_{>0}`
+                sign = self._next().text
+                name += sign + (self._next().text if self._at("+", "-", "*") else self._spelled_argument())
+            return Node("domain", value=name)
         if name in FUNCTIONS:
             return self._function(_ALIASES.get(name, name))
         if name in _ACCENTS:
@@ -185,33 +175,26 @@ class AtomParser(UnitCursor):
             return self._environment()
         if name in ("sum", "prod", "int"):
             return self._bound(name)
-        if name == "ldots":
-            return Node("name", value="ldots")
         if name in _GREEK:
             return self._name(rf"\{name}")
         raise Unread(f"the command {name}")
 
-    def _domain_marks(self) -> list[str]:
-        r"""The marks of ``\mathbb{Z}^+``, ``\mathbb{R}_{>0}``."""
-        marks = []
-        while self._at("^", "_"):
-            sign = self._next().text
-            marks.append(sign + (self._next().text if self._at("+", "-", "*") else self._spelled_argument()))
-        return marks
-
     def _argument(self) -> Node:
         r"""An argument as TeX takes it: a group, one digit, one letter or one command."""
-        token = self._peek()
-        if len(token.text) > 1 and (token.kind == "letters" or token.text.isdigit()):
-            pieces = [replace(token, text=token.text[0]), replace(token, text=token.text[1:])]
-            self._tokens[self._position : self._position + 1] = pieces
-            token = pieces[0]
-        if token.kind not in ("number", "letters"):
+        if self._peek().kind not in ("number", "letters"):
             return self._atom()
-        self._position += 1
+        token = self._first()
         if token.kind == "number":
             return self._number(token)
         return Node("constant" if token.text in "ei" else "name", value=token.text)
+
+    def _first(self) -> Token:
+        """Take one letter or digit of those at hand, or another token."""
+        token = self._next()
+        if len(token.text) > 1 and (token.text.isdigit() or (token.kind == "letters" and not token.roman)):
+            pieces = token.text if token.kind == "letters" else (token.text[0], token.text[1:])
+            self._tokens[self._position - 1 : self._position] = [replace(token, text=piece) for piece in pieces]
+        return self._tokens[self._position - 1]
 
     def _function(self, name: str) -> Node:
         r"""``\sin x``, ``\sin^2 x``, ``\log_2 8``, ``\log(x+1)``, ``\max(a, b)``."""
@@ -239,13 +222,12 @@ class AtomParser(UnitCursor):
     def _bare_argument(self) -> Node:
         """The product without signs that follows a function: ``2x`` of ``\\sin 2x\\cos x``."""
         node = self._power()
-        while self._starts_factor() and not self._at("(", "[") and not self._at_function():
+        while self._starts_factor() and not self._at("(", "["):
+            token = self._peek()
+            if token.text.removeprefix("\\") in FUNCTIONS or (token.kind == "letters" and token.roman):
+                break
             node = Node("mul", (node, self._power()))
         return node
-
-    def _at_function(self) -> bool:
-        token = self._peek()
-        return token.text.removeprefix("\\") in FUNCTIONS or (token.kind == "letters" and token.roman)
 
     # Brackets.
 

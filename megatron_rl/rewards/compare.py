@@ -10,23 +10,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
+from itertools import product
 
 from megatron_rl.rewards import forms, tree, units
 from megatron_rl.rewards.grammar import readings
 from megatron_rl.rewards.latex import Unread, spelled, tokenize
 from megatron_rl.rewards.phrases import known_word
 from megatron_rl.rewards.sets import DESCRIBE_SETS, same_set
-from megatron_rl.rewards.tree import (
-    Algebra,
-    Node,
-    exact,
-    exact_or_none,
-    has_names,
-    is_unfinished,
-    negative,
-    number,
-    walk,
-)
+from megatron_rl.rewards.tree import Algebra, Node, exact, has_names, is_unfinished, negative, number, walk
 
 _NO_SCALARS = frozenset(["list", "tuple", "set", "matrix", "relation", "domain", "empty"])
 _ORDER = ("<", ">", "<=", ">=")
@@ -104,9 +95,8 @@ class _Comparison:
         option, other = (ours, theirs) if ours.kind == "option" else (theirs, ours)
         if other.kind == "name" and len(other.value) == 1 and other.value.isupper():
             return option.value == other.value
-        return bool(option.args) and self.equal(
-            *(option.args[0] if node is option else node for node in (ours, theirs))
-        )
+        inside = option.args[0] if option.args else Node("word", value="")
+        return self.equal(*((inside, other) if option is ours else (other, inside)))
 
     def _same_word(self, ours: Node, theirs: Node) -> bool:
         texts = [forms.spelled(node) for node in (ours, theirs)]
@@ -120,11 +110,8 @@ class _Comparison:
     def _same_items(self, ours: Node, theirs: Node) -> bool:
         kinds = (ours.kind, theirs.kind)
         if kinds in (("list", "tuple"), ("tuple", "list")):
-            plain_tuple = ours if ours.kind == "tuple" else theirs
-            items, their_items = (
-                forms.given_values(node.args, other) for node, other in ((ours, theirs), (theirs, ours))
-            )
-            return plain_tuple.value == "()" and self._in_order(items, their_items)
+            items = forms.given_values(ours.args, theirs), forms.given_values(theirs.args, ours)
+            return "()" in (ours.value, theirs.value) and self._in_order(*items)
         if kinds[0] == kinds[1] == "tuple":
             return ours.value == theirs.value and self._in_order(ours.args, theirs.args)
         if kinds[0] != kinds[1] and set(kinds) != {"list", "set"}:
@@ -159,11 +146,8 @@ class _Comparison:
         parts = [exact(arg) for node in (ours, theirs) for arg in node.args]
         if forms.is_time(theirs) or any(value is not None and value <= 0 for value in parts):
             return False
-        (first, *_), (their_first, *_) = ours.args, theirs.args
-        return all(
-            self._same_scalar(Node("mul", (c, their_first)), Node("mul", (g, first)))
-            for c, g in zip(ours.args, theirs.args)
-        )
+        products = [Node("mul", pair) for pair in product(ours.args[1:], theirs.args[:1])]
+        return all(map(self._same_scalar, products, [Node("mul", p) for p in product(theirs.args[1:], ours.args[:1])]))
 
     def _same_cases(self, ours: Node, theirs: Node) -> bool:
         """Compare values with their conditions; one condition on a side may be "otherwise"."""
@@ -197,15 +181,9 @@ class _Comparison:
         if not all(sides):
             return False
         value, parameter, their_value, theirs = sides
-        name = Node("name", value=theirs)
-        shifts = [number(shift) for shift in (0, 1, -1, 2, -2)]
-        return any(
-            self._algebra.equal(
-                tree.replaced(value, Node("name", value=parameter), Node("add", (k, shift))), their_value
-            )
-            for k in (name, negative(name))
-            for shift in shifts
-        )
+        old, new = Node("name", value=parameter), Node("name", value=theirs)
+        shifted = [Node("add", (k, number(shift))) for k in (new, negative(new)) for shift in (0, 1, -1, 2, -2)]
+        return any(self._algebra.equal(tree.replaced(value, old, k), their_value) for k in shifted)
 
     def _same_congruence(self, ours: Node, theirs: Node) -> bool:
         if ours.kind != theirs.kind or not self.equal(ours.args[-1], theirs.args[-1]):
@@ -275,7 +253,8 @@ class _Comparison:
         chain = forms.name_first(ours)
         *left, value = chain.args
         if chain.value[-1] == "≈" and not forms.names_something(left[-1]):
-            if not self._near(left[-1], value):
+            near, rounded = self._algebra.value(left[-1]), self._algebra.value(value)
+            if None in (near, rounded) or abs(near - rounded) > abs(near) / 100:
                 return False
             *left, exact_value = left
             value = value if self.equal(value, theirs) else exact_value
@@ -298,11 +277,6 @@ class _Comparison:
                 return False
         return self._same_difference(*(Node("relation", tuple(both), ("=",)) for both in (ours, theirs)))
 
-    def _near(self, one: Node, other: Node) -> bool:
-        """Whether two constants differ by at most a hundredth."""
-        values = [self._algebra.value(node) for node in (one, other)]
-        return None not in values and abs(values[0] - values[1]) <= abs(values[0]) / 100
-
     # Values.
 
     def _same_value(self, ours: Node, theirs: Node) -> bool:
@@ -312,7 +286,10 @@ class _Comparison:
             return False
         if len(found) == 1 and found[0].dimensions[0][0].startswith("groups"):
             return False  # `6 pairs` are not 6
-        radians = forms.in_radians((ours, our_unit), (theirs, their_unit))
+        radians = [
+            Node("quantity", (node,), unit) if unit == units.DEGREE else node
+            for node, unit in ((ours, our_unit), (theirs, their_unit))
+        ]
         if len(found) == 2:
             if {our_unit, their_unit} == {units.DEGREE, units.RADIAN}:
                 return self._same_number(*radians)
@@ -321,7 +298,7 @@ class _Comparison:
         if self._same_number(ours, theirs):
             return True
         plain_number = theirs if our_unit else ours  # 60° is \pi/3
-        has_pi = any(part.kind == "constant" and part.value == "pi" for part in walk(plain_number))
+        has_pi = Node("constant", value="pi") in walk(plain_number)
         return units.DEGREE in found and has_pi and self._same_number(*radians)
 
     def _same_number(self, ours: Node, theirs: Node, factor: Fraction = Fraction(1)) -> bool:
@@ -331,7 +308,9 @@ class _Comparison:
         if ours_percent != theirs_percent and factor == 1:
             percent, bare = (ours, theirs) if ours_percent else (theirs, ours)
             hundredfold = Node("mul", (number(100), bare))
-            if exact_or_none(percent) is not None and exact_or_none(percent) == exact_or_none(hundredfold):
+            if tree.exact_or_none(percent) is not None and tree.exact_or_none(percent) == tree.exact_or_none(
+                hundredfold
+            ):
                 return not self._refused(ours, theirs)
         if ours == theirs and factor == 1:
             return True

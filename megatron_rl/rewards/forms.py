@@ -77,9 +77,7 @@ def _family(node: Node) -> Node:
     """A list of values and ``k \\in \\mathbb{Z}`` as the values for all k."""
     if node.kind != "list":
         return node
-    whole = [
-        item for item in node.args if item.kind == "relation" and item.value == ("∈",) and item.args[1].kind == "domain"
-    ]
+    whole = [item for item in node.args if item.value == ("∈",) and item.args[1].kind == "domain"]
     names = [item.args[0] for item in whole if item.args[1].value[0] in "ZN"]
     values = [item for item in node.args if item not in whole]
     if len(names) != 1 or not values:
@@ -142,10 +140,8 @@ def _with_signs(node: Node, signs: list[int]) -> Node:
 def as_matrix(node: Node) -> Node:
     r"""``\frac12 M`` and ``-M`` as matrices of products; ``M^T`` with rows as columns."""
     if node.kind == "pow" and node.args[0].kind in ("matrix", "tuple") and node.args[1] == Node("name", value="T"):
-        cells, width = (
-            node.args[0].args,
-            node.args[0].value if node.args[0].kind == "matrix" else len(node.args[0].args),
-        )
+        cells = node.args[0].args
+        width = node.args[0].value if node.args[0].kind == "matrix" else len(cells)
         return Node("matrix", tuple(cell for k in range(width) for cell in cells[k::width]), len(cells) // width)
     if node.kind == "neg" and node.args[0].kind in ("matrix", "mul", "div"):
         inner = as_matrix(node.args[0])
@@ -238,9 +234,7 @@ def is_word(node: Node) -> bool:
 def is_periodic(node: Node) -> bool:
     """Whether ``node`` may be values for all whole numbers, such as ``\\frac{\\pi}{2}+n\\pi``."""
     names = names_in(node)
-    return (
-        len(names) == 1 and names <= set("kmnlj") and any(p.kind == "constant" and p.value == "pi" for p in walk(node))
-    )
+    return len(names) == 1 and names <= set("kmnlj") and Node("constant", value="pi") in walk(node)
 
 
 def without_condition(node: Node, other: Node) -> Node:
@@ -304,7 +298,3 @@ def split_unit(node: Node) -> tuple[Node, units.Unit | None]:
     if node.kind == "mul" and node.args[1].kind == "quantity":  # `n\\cdot 360^\\circ`
         return Node("mul", (node.args[0], node.args[1].args[0])), node.args[1].value
     return (node.args[0], node.value) if node.kind == "quantity" else (node, None)
-
-
-def in_radians(*sides: tuple[Node, units.Unit | None]) -> list[Node]:
-    return [Node("quantity", (node,), unit) if unit == units.DEGREE else node for node, unit in sides]

@@ -13,16 +13,14 @@ from itertools import pairwise
 from megatron_rl.rewards import units
 from megatron_rl.rewards.atoms import RELATIONS, AtomParser
 from megatron_rl.rewards.forms import split_unit
-from megatron_rl.rewards.latex import Token, Unread, join_thousands, readings_of_e, tokenize
+from megatron_rl.rewards.latex import Token, Unread, join_thousands, readings_of_e, tokenize, words
 from megatron_rl.rewards.phrases import base_numeral, option_of, phrase
 from megatron_rl.rewards.tree import Node, depth, exact_or_none, negative, number
 
 MAX_TREE_DEPTH = 100  # depth of a tree; a product of n factors has depth n
 _CACHED_CHARS = 200  # trees of longer answers are not cached: they may be large
 
-_NO_FACTOR = frozenset(
-    [r"\rvert", r"\rfloor", r"\rceil", r"\rangle", r"\end", r"\pmod", r"\mod", r"\bmod", r"\over", r"\choose"]
-)
+_NO_FACTOR = frozenset(words(r"\rvert \rfloor \rceil \rangle \end \pmod \mod \bmod \over \choose"))
 _NO_START = frozenset(["", ",", ";", "∪", "∩", "or", "and", ")"])  # behind `[`, which then closes an interval
 _BEHIND = frozenset("^!°'\"")
 _ENDS = frozenset([",", ";", "or", "and", "&", r"\\", r"\end"])
@@ -162,17 +160,12 @@ class Parser(AtomParser):
                 node = behind
             elif node.kind == "quantity" and node.value == units.DEGREE and len(self._word_at()) == 1:
                 node = Node("quantity", (Node("mul", (node.args[0], self._power())),), node.value)  # `360^\circ n`
-            elif node.kind != "quantity" and (self._starts_factor() or self._number_is_factor(node)):
+            elif node.kind != "quantity" and self._starts_factor(node):
                 node = Node("mul", (node, self._power()))
             elif node.kind == "quantity" and (whole := self._with_smaller_unit(node)) is not None:
                 node = whole
             else:
                 return node
-
-    def _number_is_factor(self, node: Node) -> bool:
-        """Whether a number multiplies what stands before it: ``3!7!``, ``2^3 5^2``."""
-        token, last = self._peek(), node.args[1] if node.kind == "mul" else node
-        return token.kind == "number" and (last.kind == "pow" or last.value == "factorial")
 
     def _with_smaller_unit(self, node: Node) -> Node | None:
         """``5 ft`` with the inches behind it; None if there are none."""
@@ -190,8 +183,12 @@ class Parser(AtomParser):
         """Read a factor after an operator; the factor may have a sign."""
         return negative(self._factor()) if self._take("-") else self._power()
 
-    def _starts_factor(self) -> bool:
+    def _starts_factor(self, node: Node | None = None) -> bool:
+        """Whether the next token multiplies ``node``, which is before it: a number does in ``3!7!``, ``2^3 5^2``."""
         token = self._peek()
+        if token.kind == "number" and node is not None:
+            last = node.args[1] if node.kind == "mul" else node
+            return last.kind == "pow" or last.value == "factorial"
         if token.kind in ("number", "end"):
             return False
         if token.kind == "letters":
@@ -214,18 +211,15 @@ class Parser(AtomParser):
             elif self._take("!"):
                 node = Node("call", (node,), "factorial")
             elif self._take("°"):
-                node = Node("quantity", (node,), self._temperature() or units.DEGREE)
+                scale = units.TEMPERATURES.get(self._text_at())
+                self._position += scale is not None
+                node = Node("quantity", (node,), scale or units.DEGREE)
             elif node.kind == "number":
                 seconds = self._next().text == '"' or self._take("'")
                 node = Node("quantity", (node,), units.ARC_SECOND if seconds else units.ARC_MINUTE)
             else:
                 break
         return node
-
-    def _temperature(self) -> units.Unit | None:
-        name = {"C": "celsius", "F": "fahrenheit"}.get(self._text_at())
-        self._position += name is not None
-        return units.unit_of(name, True) if name else None
 
     def _exponent(self) -> Node:
         """Read an exponent: a group, or plain text such as ``2^10``, ``x^-1``, ``2^(n+1)``."""

@@ -22,19 +22,15 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-COMMON_WORDS = frozenset(
-    words(
-        "not no yes is are was be the or and of to in on at by if it as an so than then else more less none any all "
-        "some true false only for from with mod base over times plus minus half"
-    )
-)
-FUNCTIONS = frozenset(
-    words(
-        "sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh coth sech csch log ln lg "
-        "exp abs floor ceil gcd lcm max min det deg arg Re Im sgn sign asin acos atan cis tg ctg arctg arcctg "
-        "arcsinh arccosh arctanh arsinh arcosh artanh"
-    )
-)
+COMMON_WORDS = frozenset(words(
+    "not no yes is are was be the or and of to in on at by if it as an so than then else more less none any all "
+    "some true false only for from with mod base over times plus minus half"
+))  # fmt: skip
+FUNCTIONS = frozenset(words(
+    "sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh coth sech csch log ln lg "
+    "exp abs floor ceil gcd lcm max min det deg arg Re Im sgn sign asin acos atan cis tg ctg arctg arcctg "
+    "arcsinh arccosh arctanh arsinh arcosh artanh"
+))  # fmt: skip
 
 
 class Unread(ValueError):
@@ -65,10 +61,14 @@ _SIGNS = {
 }  # fmt: skip
 _SUPERSCRIPT = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni"))
 _SUBSCRIPT = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n"))
+_INDEX = {"√": "", "∛": "[3]", "∜": "[4]"}
 _SCRIPTS = (
     (re.compile(f"[{''.join(_SUPERSCRIPT)}]+"), lambda m: "^{" + "".join(map(_SUPERSCRIPT.get, m[0])) + "}"),
     (re.compile(f"[{''.join(_SUBSCRIPT)}]+"), lambda m: "_{" + "".join(map(_SUBSCRIPT.get, m[0])) + "}"),
-    (re.compile(r"([√∛∜])\s*(\d+(?:\.\d+)?|[A-Za-z])?"), lambda m: _radical(m[1], m[2])),
+    (
+        re.compile(r"([√∛∜])\s*(\d+(?:\.\d+)?|[A-Za-z])?"),
+        lambda m: rf"\sqrt{_INDEX[m[1]]}" + (f"{{{m[2]}}}" if m[2] else " "),
+    ),
 )
 
 
@@ -85,11 +85,6 @@ _CHINESE_WORDS = {
     for spelling in spellings.split(",")
 }
 _CHINESE = re.compile("|".join(sorted(_CHINESE_WORDS, key=len, reverse=True)))
-
-
-def _radical(sign: str, radicand: str | None) -> str:
-    index = {"√": "", "∛": "[3]", "∜": "[4]"}[sign]
-    return rf"\sqrt{index}" + (f"{{{radicand}}}" if radicand else " ")
 
 
 def plain_signs(text: str) -> str:

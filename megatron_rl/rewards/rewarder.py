@@ -1,18 +1,7 @@
 """Scores groups of rollouts with a recipe's reward, in worker processes, then shapes by length.
 
-`modsum` is the digit-sum task: a problem that a one-million-parameter model can learn, and can learn to think about.
-
-A problem is ``^2413=``: some digits in a small base between a caret and an equals sign. Its answer is the sum of the
-digits modulo the base, one digit. A response is free text; what follows its last ``#`` is the answer. Two ways of
-answering exist, and the length of a response is therefore the policy's own choice:
-
-* at once: ``#0``. A tiny model is hardly better than chance at that.
-* step by step: every digit followed by the running sum so far, then the answer: ``22411230`` + ``#0`` is the
-  response to ``^2413=``, to be read in pairs. Long, but each step is easy.
-
-Demonstrations mix the two and slip on purpose with a given probability, so that a model trained on them is
-imperfect in two ways that reinforcement learning can mend: by choosing to think, and by not slipping.
-
+`modsum` is the digit-sum task: its problem ``^2413=`` is some digits in a small base between a caret and an equals
+sign, its answer the sum of the digits modulo the base. A tiny model can learn it, at once or step by step.
 `score_shared` is for the rewards of a step over all ranks: each rank scores a share, and all ranks get the result.
 """
 
@@ -290,15 +279,20 @@ class Rewarder(AbstractContextManager):
             return _task(name, prompt, rollout)
         try:  # these texts come from a model or a data set, and this is the trainer's process
             if name == "math":
-                thinking = _opened_thinking(prompt)
-                return math_verdict(thinking + rollout.text, prompt.answer, self._config.accept_unevaluated)
+                thinking = [mark for mark in THINKING if prompt.text.rstrip().endswith(mark)]  # the prompt opened it
+                return math_verdict("".join(thinking) + rollout.text, prompt.answer, self._config.accept_unevaluated)
             return _IN_PLACE[name](rollout.text, prompt.answer)
         except Exception as error:  # noqa: BLE001
             return Outcome(0.0, "unjudged", f"{type(error).__name__}: {error}")
 
     def _settle(self, verdicts: Sequence[float | Task | Outcome | Future[Outcome]]) -> list[Outcome]:
         """Compute remaining tasks in workers, equal tasks of mathematics once, and return all outcomes."""
-        keys = [_key(verdict, place) for place, verdict in enumerate(verdicts)]
+        keys = [
+            (verdict["candidate"], verdict["gold"])
+            if isinstance(verdict, dict) and verdict["kind"] == "math"
+            else place
+            for place, verdict in enumerate(verdicts)
+        ]
         tasks = {key: verdict for key, verdict in zip(keys, verdicts) if isinstance(verdict, dict)}
         if tasks and self._pool is None:
             raise RuntimeError("this Rewarder is closed")
@@ -327,11 +321,6 @@ class Rewarder(AbstractContextManager):
         self.close()
 
 
-def _key(verdict: Any, place: int) -> Any:
-    is_math = isinstance(verdict, dict) and verdict["kind"] == "math"
-    return (verdict["candidate"], verdict["gold"]) if is_math else place
-
-
 def _task(name: str, prompt: Prompt, rollout: Rollout) -> Task:
     """Return the task of a worker that calls the function ``name``."""
     return {
@@ -356,11 +345,6 @@ def _scores(rollouts: Sequence[tuple[Prompt, Rollout]], outcomes: Sequence[Outco
         if outcome.failure
     ]
     return Scores(metrics, merge(failures), len(rollouts))
-
-
-def _opened_thinking(prompt: Prompt) -> str:
-    """Return the mark of thinking with which ``prompt`` ends, as some chat templates do, else ""."""
-    return next((mark for mark in THINKING if prompt.text.rstrip().endswith(mark)), "")
 
 
 _COUNTED = {"reward/timeouts": "limit", "reward/worker_failures": "crash", "reward/errors": "error",
@@ -407,15 +391,11 @@ def score_shared(rewarder: Rewarder, groups: list[Group]) -> Scores:
     places = [number % world_size() if r.owner is None else r.owner for number, _, r in pairs]
     rank = world_rank()
     held = [(group, r) for (_, group, r), place in zip(pairs, places, strict=True) if place == rank]
-    groups_here = [Group(group.prompt, [r for _, r in members]) for group, members in _runs_of_groups(held)]
+    runs = [list(run) for _, run in groupby(held, key=lambda pair: id(pair[0]))]  # rollouts of one group
+    groups_here = [Group(run[0][0].prompt, [r for _, r in run]) for run in runs]
     scores = together("rewards could not be computed", lambda: rewarder.score(groups_here))
     rows = gather_rows([(r.raw_reward, r.reward, r.masked, r.unscored) for _, r in held], places, width=4).tolist()
     for (_, _, rollout), (raw, reward, masked, unscored) in zip(pairs, rows, strict=True):
         rollout.raw_reward, rollout.reward = raw, reward
         rollout.masked, rollout.unscored = bool(masked), bool(unscored)
     return merged_scores(gather_objects(replace(scores, failures=scores.failures[:MAX_KINDS])))
-
-
-def _runs_of_groups(held: list[tuple[Group, Rollout]]) -> list[tuple[Group, list[tuple[Group, Rollout]]]]:
-    """Return consecutive rollouts of the same group together."""
-    return [(members[0][0], members) for _, it in groupby(held, key=lambda pair: id(pair[0])) if (members := list(it))]

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from itertools import pairwise
 
+from megatron_rl.rewards.latex import words
 from megatron_rl.rewards.tree import Algebra, Node, names_in, number, replaced
 
-DESCRIBE_SETS = frozenset(
-    ["union", "intersection", "difference", "builder", "and", "or", "comma", "domain", "empty", "relation"]
-)
+DESCRIBE_SETS = frozenset(words("union intersection difference builder and or comma domain empty relation"))
 _HOLDS = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "=": operator.eq, "!=": operator.ne}
 _SAME = Fraction(1, 10**60)  # relative distance of values that are one value
 _NEAR = Fraction(1, 10**9)
@@ -27,11 +26,7 @@ Test = Callable[[Fraction], bool]
 _DOMAINS: dict[str, Test] = {
     "R": lambda at: True, "Z": lambda at: at.denominator == 1, "N": lambda at: at.denominator == 1 and at > 0,
 }  # fmt: skip
-_MARKS: dict[str, Test] = {
-    "": lambda at: True, "+": lambda at: at > 0, "-": lambda at: at < 0, "*": lambda at: at != 0,
-    ">0": lambda at: at > 0, "<0": lambda at: at < 0, ">=0": lambda at: at >= 0, "<=0": lambda at: at <= 0,
-    "!=0": lambda at: at != 0,
-}  # fmt: skip
+_MARKS = {"+": ">", "-": "<", "*": "!=", "": "="}  # of `\mathbb{R}^+`, which is `\mathbb{R}_{>0}`
 
 
 def same_set(ours: Node, theirs: Node, algebra: Algebra) -> bool | None:
@@ -74,8 +69,9 @@ class _Reader:
         """Return the test of the set that ``node`` describes with the variable ``name``; None if it is no such set."""
         kind, args = node.kind, node.args
         if kind == "domain":
-            members, mark = _DOMAINS.get(node.value[0]), _MARKS.get(node.value[2:])
-            return None if members is None or mark is None else lambda at: members(at) and mark(at)
+            members, mark = _DOMAINS.get(node.value[0]), node.value[2:]
+            holds = _HOLDS.get(_MARKS.get(mark, mark.removesuffix("0")))
+            return None if members is None or holds is None else lambda at: members(at) and (not mark or holds(at, 0))
         if kind == "empty":
             return lambda at: False
         if kind == "tuple":

@@ -98,7 +98,7 @@ ARC_MINUTE, ARC_SECOND = _WORD_UNITS["arcmin"], _WORD_UNITS["arcsec"]
 CURRENCIES = {sign: _WORD_UNITS[word] for sign, word in zip(
     words(r"$ \euro \pounds \yen \rupee USD EUR GBP CNY RMB"),
     words("dollar euro gbp yen rupee dollar euro gbp yuan yuan"))}  # fmt: skip
-_SCALES = (_WORD_UNITS["celsius"], _WORD_UNITS["fahrenheit"])
+TEMPERATURES = {"C": _WORD_UNITS["celsius"], "F": _WORD_UNITS["fahrenheit"]}
 COUNT = Unit()
 MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _POWERS = {"squared": 2, "cubed": 3}
@@ -116,11 +116,9 @@ _CHANGING = COMMON_WORDS.union(
 )
 _TRAILING = frozenset(words("left each long tall wide high deep old apart altogether away"))
 # Nouns that say no more than the number, and nouns of several things: `6 pairs` are not 6.
-_GENERIC = frozenset(
-    words(
-        "unit way number integer value solution possibility choice case item thing total time answer root piece digit"
-    )
-)
+_GENERIC = frozenset(words(
+    "unit way number integer value solution possibility choice case item thing total time answer root piece digit"
+))  # fmt: skip
 _GROUPS = frozenset(words("pair group couple set batch bunch team dozen pack packet bundle row stack score"))
 _SINGULAR = {"people": "person", "men": "man", "women": "woman", "children": "child", "vertices": "vertex",
              "mice": "mouse", "indices": "index", "matrices": "matrix", "geese": "goose"}  # fmt: skip
@@ -301,7 +299,10 @@ class UnitCursor(Cursor):
         is_bare = len(token.text) > 3 or token.text in _BARE_SIGNS  # `15cm`; `2mg` may be a product
         if not (token.roman or is_bare or (token.space and self._unit_letters)):
             return None, 0
-        if token.text.lower().startswith("degree") and (scale := unit_of(self._word_at(ahead + 1), True)) in _SCALES:
+        if (
+            token.text.lower().startswith("degree")
+            and (scale := unit_of(self._word_at(ahead + 1), True)) in TEMPERATURES.values()
+        ):
             return scale, 2
         return unit_of(token.text, token.roman), 1
 

@@ -8,12 +8,10 @@ most of it shared with its child.
 Frames on both pipes are 4 bytes of length and JSON of that length. Data from a process that handled untrusted text is
 never unpickled.
 
-Reward functions of users are named `path/to/file.py:function` or `package.module:function`. A function is called as
-``f(response, answer)``, or by keyword as ``f(data_source, solution_str, ground_truth, extra_info)`` if it has these
-arguments (verl's convention). It returns a number, a bool or a mapping with `score`. With the plural of these names it
-takes lists and returns a list. Calls of an ``async def`` wait beside each other in one event loop, where no kernel
-timer can tell them apart: each has a time limit of its own, and the pool replaces a worker whose loop does not go on.
-Only worker processes load functions; the trainer's process never runs their file.
+A user's function is called as ``f(response, answer)``, or by keyword as ``f(data_source, solution_str, ground_truth,
+extra_info)`` if it has these arguments (verl's convention); with their plurals it takes lists. Calls of an ``async
+def`` wait beside each other in one event loop, where no kernel timer can tell them apart: each has a time limit of its
+own, and the pool replaces a worker whose loop does not go on. Only worker processes load functions.
 """
 
 from __future__ import annotations
