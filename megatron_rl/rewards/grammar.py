@@ -7,6 +7,7 @@ is bounded, and time is linear except for the few searches for a closing bracket
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache, reduce
 from itertools import pairwise
 
@@ -253,20 +254,12 @@ def readings(text: str) -> tuple[Node, ...]:
 def _readings(text: str) -> tuple[Node, ...]:
     trees: list[Node] = []
     for spelling in readings_of_e(text):
-        try:
+        with suppress(Unread):
             tokens = tokenize(spelling)
-        except Unread:
-            continue
-        for at_top in (True, False):
-            joined = join_thousands(tokens, at_top)
-            for unit_letters in (True, False):
-                trees += _one_reading(joined, unit_letters)
-                if not any(
-                    token.kind == "letters" and len(token.text) <= 1 + 2 * (not token.roman) for token in tokens
-                ):
-                    break
-            if joined == tokens:
-                break
+            may_be_unit = any(t.kind == "letters" and len(t.text) <= 1 + 2 * (not t.roman) for t in tokens)
+            for joined in dict.fromkeys(join_thousands(tokens, at_top) for at_top in (True, False)):
+                for unit_letters in (True, False)[: 1 + may_be_unit]:
+                    trees += _one_reading(joined, unit_letters)
     return tuple(dict.fromkeys(tree for tree in trees if depth(tree) <= MAX_TREE_DEPTH))
 
 

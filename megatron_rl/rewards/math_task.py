@@ -211,10 +211,8 @@ def _shared_pool(pid: int) -> WorkerPool:
 def math_reward(response: str, gold_answer: str, *, accept_unevaluated: bool = False) -> float:
     r"""Return 1.0 if the final answer of ``response`` equals ``gold_answer``, else 0.0.
 
-    The final answer is the last ``\boxed{…}`` after the last ``</think>``, else the text after the last ``####``, else
-    after the last "answer is …", else the whole of a short response. ``accept_unevaluated``: also accept an answer with
-    a computation left to do (``1234\times 5678`` or ``\log_2 1024`` for their values). Never raises; takes at most
-    ``DEFAULT_TIMEOUT_S`` of processor time. To score many responses use ``Rewarder``, which spreads them over workers.
+    ``accept_unevaluated``: also accept an answer with a computation left to do (``1234\times 5678`` for its value).
+    Never raises; takes at most ``DEFAULT_TIMEOUT_S`` of processor time. For many responses use ``Rewarder``.
     """
     texts = ["" if value is None else str(value) for value in (response, gold_answer)]
     try:

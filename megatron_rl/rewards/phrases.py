@@ -10,8 +10,7 @@ from megatron_rl.rewards.tree import Node
 
 _MATHEMATICS = FUNCTIONS | {"pi", "infinity", "inf", "oo", "sqrt", "mod", "or", "and"}
 _PUNCTUATION = frozenset(".'\"-()?!`*")
-_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
-          "eleven": 11, "twelve": 12, "sixteen": 16, "binary": 2, "octal": 8, "hex": 16}  # fmt: skip
+_BASES = {"binary": 2, "octal": 8, "hex": 16}
 # Texts of tokens with a space between them: a choice and what stands behind it, and a numeral of a base.
 _CHOICE = re.compile(r"\( [A-J] \)")
 _OPTION = re.compile(

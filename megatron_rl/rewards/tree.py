@@ -254,10 +254,6 @@ def _has_i(node: Node) -> bool:
     return any(part.value == ("i" if part.kind == "constant" else "cis") for part in walk(node))
 
 
-def _rational(node: Node) -> bool:
-    return exact(node) is not None
-
-
 _POLAR = ("cos", "sin", "cis")  # of `2(\\cos 60^\\circ+i\\sin 60^\\circ)`, which is a way to write a number
 
 
@@ -274,15 +270,13 @@ def _leaves_computation(node: Node, whole: Node) -> bool:
     if node.kind == "call":
         return not (node.value in _POLAR and _has_i(whole))
     if node.kind == "add":
-        rational = [arg for arg in node.args if _rational(arg)]
-        return len(rational) > 1 and not (len(node.args) == 2 and _is_mixed(*map(exact, node.args)))
+        values = [exact(arg) for arg in node.args]
+        rational = [value for value in values if value is not None]
+        if len(rational) == len(values) == 2 and rational[0].denominator == 1:  # `1+\\frac12` is a mixed number
+            return not (0 < abs(rational[1]) < 1 and (rational[0] > 0) == (rational[1] > 0))
+        return len(rational) > 1
     if node.kind == "mul":
         factors = list(_factors(node))
         scientific = len(factors) == 2 and any(f.kind == "pow" and exact(f.args[0]) == 10 for f in factors)
-        return (sum(map(_rational, factors)) > 1 and not scientific) or sum(map(_has_i, factors)) > 1
+        return (sum(exact(f) is not None for f in factors) > 1 and not scientific) or sum(map(_has_i, factors)) > 1
     return node.kind == "divide" or (node.kind == "pow" and _has_i(node.args[0]))
-
-
-def _is_mixed(whole: Fraction, part: Fraction) -> bool:
-    r"""``1+\frac12``: a whole number and a proper fraction of the same sign."""
-    return whole.denominator == 1 and 0 < abs(part) < 1 and (whole > 0) == (part > 0)

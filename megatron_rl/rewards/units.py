@@ -299,11 +299,8 @@ class UnitCursor(Cursor):
         is_bare = len(token.text) > 3 or token.text in _BARE_SIGNS  # `15cm`; `2mg` may be a product
         if not (token.roman or is_bare or (token.space and self._unit_letters)):
             return None, 0
-        if (
-            token.text.lower().startswith("degree")
-            and (scale := unit_of(self._word_at(ahead + 1), True)) in TEMPERATURES.values()
-        ):
-            return scale, 2
+        if token.text.lower().startswith("degree") and follows.text.title() in ("Celsius", "Fahrenheit"):
+            return unit_of(follows.text, True), 2
         return unit_of(token.text, token.roman), 1
 
     def _unit_power(self) -> int:

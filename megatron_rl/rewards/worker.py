@@ -55,16 +55,6 @@ _OVER_MEMORY = 77  # exit status of a child over its memory limit; processes tha
 _MAX_IDLE_DEATHS = 3  # after so many consecutive deaths of idle children, a new child would not help
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent dies, so that `end_descendants` finds them."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def die_with_parent() -> None:
-    """Make the kernel end this process when its parent dies."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _prctl(option: int, value: int) -> None:
     with contextlib.suppress(OSError, AttributeError):  # without this system call, such processes are not found
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
@@ -299,7 +289,8 @@ def _handlers(setup: Setup) -> dict[str, RewardFunction]:
         from megatron_rl.rewards.algebra import NumericAlgebra
         from megatron_rl.rewards.compare import same
 
-        handlers["math"] = RewardFunction(partial(same, algebra=NumericAlgebra()))
+        names = ("candidate", "gold", "accept_unevaluated")
+        handlers["math"] = RewardFunction(partial(same, algebra=NumericAlgebra()), keywords=tuple(zip(names, names)))
     for name in setup.functions:
         handlers[name] = RewardFunction.of(name, load_function(name))
     return handlers
@@ -334,7 +325,7 @@ class _Child:
     calls: set[asyncio.Task] = field(default_factory=set)
 
     def serve(self) -> None:
-        die_with_parent()
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends when its parent does
         _limit_memory(self.setup.memory_limit_mib)
         if any(function.is_async for function in self.functions.values()):
             asyncio.run(self._serve_many())
@@ -386,7 +377,7 @@ class _Child:
         for number in itertools.count():
             self._timers(*limits)
             try:
-                result = _of_math(function, call) if call["kind"] == "math" else function.begin(call["tasks"])
+                result = function.begin(call["tasks"])
                 if inspect.isawaitable(result):
                     result = _loop.run(_awaited(result))
                 reply["results"] = function.scores(result, len(call["tasks"]))
@@ -428,13 +419,6 @@ class _Child:
         return self.setup.before_retry_s(number) * random.uniform(0.5, 1.0)
 
 
-def _of_math(function: RewardFunction, call: dict[str, Any]) -> float:
-    (task,) = call["tasks"]
-    return float(
-        function.call(task["candidate"], task["gold"], accept_unevaluated=task.get("accept_unevaluated", False))
-    )
-
-
 def _wait_for(pid: int) -> int:
     """Return the exit status of the child ``pid``. Meanwhile collect orphans of reward functions that end."""
     while True:
@@ -458,7 +442,7 @@ def main() -> None:
         write_frame(replies, {"fatal": f"a reward function could not be loaded:\n{_trace(error)[-4000:]}"})
         return
     busy = mmap.mmap(-1, 8)  # id of the current task, in shared memory because a killed child cannot report it
-    adopt_orphans()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # `end_descendants` then finds processes whose own parent died
     styles = {name: [function.is_async, function.takes_lists] for name, function in handlers.items()}
     write_frame(replies, {"ready": os.getpid(), "styles": styles})
     idle_deaths = 0
