@@ -6,15 +6,16 @@ from dataclasses import replace
 from fractions import Fraction
 
 from megatron_rl.rewards import units
-from megatron_rl.rewards.latex import COMMON_WORDS, FUNCTIONS, Token, Unread, words
+from megatron_rl.rewards.latex import COMMON_WORDS, FUNCTIONS, Token, Unread, synonyms, words
 from megatron_rl.rewards.tree import Node, Number, exact, number, replaced, walk
 from megatron_rl.rewards.units import MAX_DEPTH, UnitCursor
 
 MAX_DIGITS = 2000
 
-_ALIASES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "sgn": "sign", "tg": "tan", "ctg": "cot",
-            "arctg": "arctan", "arcctg": "arccot", "arsinh": "arcsinh",
-            "arcosh": "arccosh", "artanh": "arctanh"}  # fmt: skip
+_ALIASES = synonyms(
+    "asin→arcsin acos→arccos atan,arctg→arctan sgn→sign tg→tan ctg→cot arcctg→arccot arsinh→arcsinh arcosh→arccosh "
+    "artanh→arctanh"
+)
 _ACCENTS = frozenset(words(
     "overline vec hat tilde dot ddot overleftrightarrow overarc widearc wideparen arc triangle angle "
     "measuredangle odot bigtriangleup square parallelogram underleftarrow check acute grave breve"

@@ -22,6 +22,12 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
+def synonyms(table: str) -> dict[str, str]:
+    """The meaning of each spelling in ``spelling,spelling→meaning …``."""
+    entries = (entry.split("→") for entry in table.split())
+    return {spelling: meaning for spellings, meaning in entries for spelling in spellings.split(",")}
+
+
 COMMON_WORDS = frozenset(words(
     "not no yes is are was be the or and of to in on at by if it as an so than then else more less none any all "
     "some true false only for from with mod base over times plus minus half"
@@ -72,18 +78,13 @@ _SCRIPTS = (
 )
 
 
-_CHINESE_WORDS = {
-    spelling: rf"\text{{ {meaning} }}"
-    for meanings in (
-        "square=平方 cubic=立方 km=公里,千米 cm=厘米,公分 mm=毫米 m=米 dm=分米 kg=千克,公斤 g=克 mg=毫克 "
-        "tonnes=吨 L=升 mL=毫升 hours=小时,时 minutes=分钟 seconds=秒 days=天,日 weeks=周,星期 months=月,个月 "
-        "years=年,岁 yuan=元,块,块钱,人民币 degrees=度 people=人,个人 per=每 or=或,或者 and=和,且,与 "
-        "units=个,只,件,张,本,种,次,条,辆,棵,支,枚,颗,位,名 "
-        "yes=是,对,正确 no=否,不是,错,错误 none=无解,空集,没有解,无实数解",
-    )
-    for meaning, spellings in (entry.split("=") for entry in meanings.split())
-    for spelling in spellings.split(",")
-}
+_CHINESE_WORDS = synonyms(
+    "平方→square 立方→cubic 公里,千米→km 厘米,公分→cm 毫米→mm 米→m 分米→dm 千克,公斤→kg 克→g 毫克→mg "
+    "吨→tonnes 升→L 毫升→mL 小时,时→hours 分钟→minutes 秒→seconds 天,日→days 周,星期→weeks "
+    "月,个月→months 年,岁→years 元,块,块钱,人民币→yuan 度→degrees 人,个人→people 每→per 或,或者→or "
+    "和,且,与→and 个,只,件,张,本,种,次,条,辆,棵,支,枚,颗,位,名→units 是,对,正确→yes 否,不是,错,错误→no "
+    "无解,空集,没有解,无实数解→none "
+)
 _CHINESE = re.compile("|".join(sorted(_CHINESE_WORDS, key=len, reverse=True)))
 
 
@@ -91,7 +92,7 @@ def plain_signs(text: str) -> str:
     """``text`` with LaTeX or ASCII in the place of other Unicode: ``x⁴`` → ``x^{4}``, ``½`` → ``\\frac{1}{2}``."""
     if text.isascii():
         return text
-    text = _CHINESE.sub(lambda match: f" {_CHINESE_WORDS[match[0]]} ", text)
+    text = _CHINESE.sub(lambda match: rf" \text{{ {_CHINESE_WORDS[match[0]]} }} ", text)
     for pattern, spelling in _SCRIPTS:
         text = pattern.sub(spelling, text)
     return "".join(char if char.isascii() else _plain_char(char) for char in text)
@@ -127,21 +128,15 @@ _FONTS = words(
     "mathbf textbf boldsymbol bm pmb mathit textit textsl emph mathtt texttt textsc underline uline boxed fbox mathcal "
     "mathscr mathfrak mathnormal symbf symup ensuremath smash mathbb Bbb"
 )
-_NAMES = {
-    "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "sfrac": "frac", "nicefrac": "frac", "dbinom": "binom",
-    "tbinom": "binom", "choose": "choose", "varnothing": "emptyset", "lbrack": "[", "rbrack": "]", "lbrace": r"\{",
-    "rbrace": r"\}", "lparen": "(", "rparen": ")", "vert": "|", "lvert": "lvert", "rvert": "rvert", "Vert": r"\|",
-    "lt": "<", "gt": ">", "le": "<=", "leq": "<=", "leqslant": "<=", "leqq": "<=", "ge": ">=", "geq": ">=",
-    "geqslant": ">=", "geqq": ">=", "ne": "!=", "neq": "!=", "approx": "≈", "simeq": "≈", "equiv": "≡", "in": "∈",
-    "notin": "∉", "cup": "∪", "bigcup": "∪", "cap": "∩", "bigcap": "∩", "setminus": "∖", "smallsetminus": "∖",
-    "backslash": "∖", "pm": "±", "mp": "∓", "times": "*", "cdot": "*", "ast": "*", "bullet": "*", "div": "÷",
-    "circ": "°", "degree": "°", "textdegree": "°", "prime": "'", "mid": "∣", "colon": ":", "percent": "%",
-    "lor": "or", "vee": "or", "land": "and", "wedge": "and", "dots": "ldots", "cdots": "ldots", "dotsc": "ldots",
-    "dotsb": "ldots", "infin": "infty", "reals": "R", "R": "R", "Z": "Z", "N": "N", "Q": "Q", "C": "C",
-    "varepsilon": "epsilon", "vartheta": "theta", "varphi": "phi", "arcsin": "arcsin", "slash": "/",
-    "texteuro": "euro", "textsterling": "pounds", "textdollar": "$", "overrightarrow": "vec",
-    "widehat": "hat", "widetilde": "tilde", "bar": "overline", "lg": "lg", "textbackslash": "∖", "iff": "iff",
-}  # fmt: skip
+_NAMES = synonyms(
+    r"dfrac,tfrac,cfrac,sfrac,nicefrac→frac dbinom,tbinom→binom varnothing→emptyset lbrack→[ rbrack→] lbrace→\{ "
+    r"rbrace→\} lparen→( rparen→) vert,Vert→| lt→< gt→> le,leq,leqslant,leqq→<= ge,geq,geqslant,geqq→>= ne,neq→!= "
+    r"approx,simeq→≈ equiv→≡ in→∈ notin→∉ cup,bigcup→∪ cap,bigcap→∩ setminus,smallsetminus,backslash,textbackslash→∖ "
+    r"pm→± mp→∓ times,cdot,ast,bullet→* div→÷ circ,degree,textdegree→° prime→' mid→∣ colon→: percent→% lor,vee→or "
+    r"land,wedge→and dots,cdots,dotsc,dotsb→ldots infin→infty reals→R varepsilon→epsilon vartheta→theta varphi→phi "
+    r"slash→/ texteuro→euro textsterling→pounds textdollar→$ overrightarrow→vec widehat→hat widetilde→tilde "
+    r"bar→overline"
+)
 _LETTERS = {"imath": "i", "AA": "Å", "ell": "ℓ", "jmath": "j", "Pr": "P", "P": "P", "E": "E"}
 _CONNECTIVES = ("or", "and")
 _SPELLED = {r"\|": "|", r"\$": "$", r"\%": "%", r"\#": "#", r"\&": ",", r"\_": "_", "**": "^", "==": "="}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from megatron_rl.rewards.latex import COMMON_WORDS, FUNCTIONS, Token, Unread, words
+from megatron_rl.rewards.latex import COMMON_WORDS, FUNCTIONS, Token, Unread, synonyms, words
 from megatron_rl.rewards.tree import Node
 
 _MATHEMATICS = FUNCTIONS | {"pi", "infinity", "inf", "oo", "sqrt", "mod", "or", "and"}
@@ -35,18 +35,11 @@ _EMPTY = re.compile(
 )
 _REALS = re.compile(r"(?:setof)?(?:all|every|any|(?=.*s$))(positive|negative|nonzero)?reals?(?:values?|x)?")
 _SIGNS = {"positive": "^+", "negative": "^-", "nonzero": "^*", None: ""}
-_SAME_WORDS = {
-    spelling: key
-    for key, spellings in (
-        entry.split("=")
-        for entry in words(
-            "otherwise=else,elsewhere doesnotexist=dne,undefined,limitdoesnotexist yes=true,correct no=false,incorrect "
-            "infinitelymany=infinite,infinitelymanysolutions,infinitenumberofsolutions converges=convergent,converge "
-            "diverges=divergent,diverge,notconvergent,doesnotconverge"
-        )
-    )
-    for spelling in spellings.split(",")
-}
+_SAME_WORDS = synonyms(
+    "else,elsewhere→otherwise dne,undefined,limitdoesnotexist→doesnotexist true,correct→yes false,incorrect→no "
+    "infinite,infinitelymanysolutions,infinitenumberofsolutions→infinitelymany convergent,converge→converges "
+    "divergent,diverge,notconvergent,doesnotconverge→diverges"
+)
 
 
 def known_word(text: str) -> str:
