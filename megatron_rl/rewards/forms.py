@@ -119,6 +119,8 @@ def _spread_signs(node: Node) -> Node:
             return Node("relation", (node.args[0], value), node.value)
         relations = tuple(Node("relation", (node.args[0], item), node.value) for item in value.args)
         return Node("list" if node.value == ("=",) else "and", relations)
+    if node.kind in ("union", "intersection", "difference"):
+        return Node(node.kind, tuple(map(_spread_signs, node.args)))
     if node.kind in ("matrix", "word", "option", "and", "or", "comma"):
         return node
     count = sum(part.kind == "pm" for part in walk(node))
