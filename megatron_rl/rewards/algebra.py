@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
+from functools import lru_cache
 from itertools import chain, islice, product
 
 import mpmath
@@ -56,7 +57,7 @@ class NumericAlgebra(Algebra):
         if names != _names(other) or not names:
             return False
         ratios = []
-        for point in islice(_points(names), _FIRST):
+        for point in _points(names):
             values = _values_at(one, other, point, _MP.e)
             if values is not None and abs(values[1]) > _ZERO:
                 ratios.append(values[0] / values[1])
@@ -89,22 +90,21 @@ def _whole_points(names: list[str], halves: bool = False) -> Iterator[dict[str, 
         yield {name: _MP.mpf(values[j][(k + 2 * j) % len(_WHOLE)]) for j, name in enumerate(names)}
 
 
-def _points(names: list[str]) -> Iterator[dict[str, Value]]:
-    """Yield points of both signs, in turn from each of the decades between 0.1 and 1000."""
-    state = 1
-    for k in range(_DRAWS):
-        point = {}
-        for j, name in enumerate(names):
-            state = state * 48271 % 2147483647
-            sign = -1 if (k + j * (k // 2)) % 2 else 1
-            point[name] = sign * 10 ** (k // 2 % 4 - 1 + _MP.mpf(state) / 2147483647)
-        yield point
+@lru_cache(maxsize=2048)
+def _coordinate(k: int, j: int) -> Value:
+    """The j-th variable at point k: of either sign, in turn from each of the decades between 0.1 and 1000."""
+    share = _MP.mpf((48271 ** (k + 1) + 16807 ** (k + j + 2)) % 2147483647) / 2147483647
+    return (-1) ** (k + j * (k // 2)) * 10 ** (k // 2 % 4 - 1 + share)
+
+
+def _points(names: list[str], count: int = _FIRST) -> Iterator[dict[str, Value]]:
+    return ({name: _coordinate(k, j) for j, name in enumerate(names)} for k in range(count))
 
 
 def _solves(one: Node, other: Node, names: list[str]) -> bool:
     """Whether ``other`` is zero where ``one`` is, at points found by the names in which ``one`` is linear."""
     solved = 0
-    for name, point in product(names, islice(_points(names), _FIRST)):
+    for name, point in product(names, _points(names)):
         values = [_values_at(one, other, {**point, name: _MP.mpf(k)}, _MP.e) for k in (1, 2, 3)]
         if None in values:
             continue
@@ -127,7 +127,7 @@ def _agree(one: Node, other: Node, log_base: Value) -> bool:
     has_i = any(part.kind == "constant" and part.value == "i" for part in parts)
     has_steps = any(part.kind == "call" and part.value in _STEPS for part in parts)
     whole = has_steps and any(name[0] in "ijklmnN" for name in names)
-    drawn = _points(names)
+    drawn = _points(names, _DRAWS)
     first = [_whole_points(names, halves=True)] * has_steps + [islice(drawn, _FIRST)] * (not whole)
     seen = 0
     for points in (chain(*first), _whole_points(names), drawn):

@@ -63,13 +63,14 @@ class _Comparison:
             return self._same_option(ours, theirs)
         ours, theirs = forms.canonical(self._without_middle(ours)), forms.canonical(theirs)
         ours, theirs = forms.without_tuple_name(ours, theirs)
-        ours, theirs = forms.without_condition(ours, theirs), forms.without_condition(theirs, ours)
+        if "list" in (ours.kind, theirs.kind):
+            ours, theirs = forms.without_condition(ours, theirs), forms.without_condition(theirs, ours)
         if ours == theirs:
             return True
         kinds = {ours.kind, theirs.kind}
-        if forms.is_word(ours) or forms.is_word(theirs):
+        if kinds & {"word", "mul"} and (forms.is_word(ours) or forms.is_word(theirs)):
             return self._same_word(ours, theirs)
-        if "family" in kinds or (forms.is_periodic(ours) and forms.is_periodic(theirs)):
+        if "family" in kinds:
             return self._same_family(ours, theirs)
         as_written = forms.is_score(theirs) or (forms.is_score(ours) and not self._accept_unevaluated)
         if (as_written or "based" in kinds) and "relation" not in kinds:
@@ -334,7 +335,9 @@ class _Comparison:
                 return our_value == their_value
             return tree.rounds_to(their_value, decimals[0]) or tree.rounds_to(our_value, decimals[1])
         if has_names(ours) or has_names(theirs):
-            return any(self._algebra.equal(*pair) for pair in forms.up_to_constants(ours, theirs))
+            return any(self._algebra.equal(*pair) for pair in forms.up_to_constants(ours, theirs)) or (
+                forms.is_periodic(ours) and forms.is_periodic(theirs) and self._same_family(ours, theirs)
+            )
         if our_value is not None or their_value is not None:  # the other has roots, functions or constants in it
             rational, other = (ours, theirs) if their_value is None else (theirs, ours)
             written = tree.plain(rational)

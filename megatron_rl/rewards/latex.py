@@ -197,6 +197,7 @@ def _periodic(match: re.Match[str]) -> str:
     return f"{whole}.{places[: len(places) - len(period[0])]}({next(filter(None, period.groups()))})"
 
 
+_SIGN = re.compile(r"[\\^{!._U]")  # without any of these no rule of `_REWRITTEN` applies
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][A-Za-z.]")  # not a command
 _TEXT = r"\s*(?:\\text\s*\{)?\s*"
 _UPRIGHT = r"(?:\\(?:mathrm|text)\s*\{)?"
@@ -277,7 +278,8 @@ def readings_of_e(text: str) -> tuple[str, ...]:
 def tokenize(text: str) -> tuple[Token, ...]:
     """Return the tokens of ``text`` without its layout. Raises `Unread`."""
     text = plain_signs(text)
-    for pattern, spelling in (*_REWRITTEN, *_REWRITTEN_WORDS) if _WORD.search(text) else _REWRITTEN:
+    rules = (_REWRITTEN if _SIGN.search(text) else ()) + (_REWRITTEN_WORDS if _WORD.search(text) else ())
+    for pattern, spelling in rules:
         text = pattern.sub(spelling, text)
     tokens = _Lexer().tokens(text)
     while tokens:
