@@ -257,7 +257,8 @@ def _readings(text: str) -> tuple[Node, ...]:
         with suppress(Unread):
             tokens = tokenize(spelling)
             may_be_unit = any(t.kind == "letters" and len(t.text) <= 1 + 2 * (not t.roman) for t in tokens)
-            for joined in dict.fromkeys(join_thousands(tokens, at_top) for at_top in (True, False)):
+            commas = (True, False)[: 1 + any(token.text == "," for token in tokens)]
+            for joined in dict.fromkeys(join_thousands(tokens, at_top) for at_top in commas):
                 for unit_letters in (True, False)[: 1 + may_be_unit]:
                     trees += _one_reading(joined, unit_letters)
     return tuple(dict.fromkeys(tree for tree in trees if depth(tree) <= MAX_TREE_DEPTH))

@@ -73,13 +73,16 @@ def word_key(tokens: Sequence[Token]) -> str:
 
 def phrase(tokens: tuple[Token, ...]) -> Node | None:
     """Return the words, the date or the letter that ``tokens`` are; None if they are mathematics or a list."""
-    bare = [token for token in tokens if token.kind in ("letters", "number")]
-    signs = {token.text for token in tokens if token.kind not in ("letters", "number")}
+    if not any(token.kind == "letters" for token in tokens) or any(token.kind == "command" for token in tokens):
+        return None
+    bare = [token for token in tokens if token.kind != "sign"]
+    signs = {token.text for token in tokens if token.kind == "sign"}
     texts = [token.text.casefold() for token in bare]
-    others = [text for text in texts if not _month(text)]
-    if 0 < len(others) == len(texts) - 1 < 5 and all(map(_DAYS.fullmatch, others)) and signs <= {",", "."}:
-        return Node("word", value=word_key(bare))
-    if not bare or bare[0].kind != "letters" or not signs <= _PUNCTUATION or any(t.text in _MATHEMATICS for t in bare):
+    if 1 < len(texts) < 6 and signs <= {",", "."}:
+        others = [text for text in texts if not _month(text)]
+        if len(others) == len(texts) - 1 and all(map(_DAYS.fullmatch, others)):
+            return Node("word", value=word_key(bare))
+    if bare[0].kind != "letters" or not signs <= _PUNCTUATION or any(t.text in _MATHEMATICS for t in bare):
         return None
     if bare[1:] and texts[0] in ("plus", "minus", "negative"):
         return None
