@@ -172,7 +172,7 @@ class RewardFunction:
         """Call the function for ``tasks``, one where it takes no lists. Returns what it returns."""
 
         def given(key: str) -> Any:
-            return [task[key] for task in tasks] if self.takes_lists else tasks[0][key]
+            return [task[key] for task in tasks] if self.takes_lists else tasks[0].get(key)
 
         if self.keywords:
             return self.call(**{name: given(key) for name, key in self.keywords})
