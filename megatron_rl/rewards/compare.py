@@ -287,10 +287,8 @@ class _Comparison:
             return False
         if len(found) == 1 and found[0].dimensions[0][0].startswith("groups"):
             return False  # `6 pairs` are not 6
-        radians = [
-            Node("quantity", (node,), unit) if unit == units.DEGREE else node
-            for node, unit in ((ours, our_unit), (theirs, their_unit))
-        ]
+        sides = (ours, our_unit), (theirs, their_unit)
+        radians = [Node("quantity", (node,), unit) if unit == units.DEGREE else node for node, unit in sides]
         if len(found) == 2:
             if {our_unit, their_unit} == {units.DEGREE, units.RADIAN}:
                 return self._same_number(*radians)

@@ -79,11 +79,11 @@ _SCRIPTS = (
 
 
 _CHINESE_WORDS = synonyms(
-    "平方→square 立方→cubic 公里,千米→km 厘米,公分→cm 毫米→mm 米→m 分米→dm 千克,公斤→kg 克→g 毫克→mg "
-    "吨→tonnes 升→L 毫升→mL 小时,时→hours 分钟→minutes 秒→seconds 天,日→days 周,星期→weeks "
-    "月,个月→months 年,岁→years 元,块,块钱,人民币→yuan 度→degrees 人,个人→people 每→per 或,或者→or "
-    "和,且,与→and 个,只,件,张,本,种,次,条,辆,棵,支,枚,颗,位,名→units 是,对,正确→yes 否,不是,错,错误→no "
-    "无解,空集,没有解,无实数解→none "
+    "平方→square 立方→cubic 公里,千米→km 厘米,公分→cm 毫米→mm 米→m 分米→dm 千克,公斤→kg 克→g 毫克→mg 吨→tonnes 升→L "
+    "毫升→mL 小时,时→hours 分钟→minutes 秒→seconds 天,日→days 周,星期→weeks 月,个月→months 年,岁→years "
+    "元,块,块钱,人民币→yuan 度→degrees 人,个人→people 每→per 或,或者→or 和,且,与→and "
+    "个,只,件,张,本,种,次,条,辆,棵,支,枚,颗,位,名→units 是,对,正确→yes 否,不是,错,错误→no "
+    "无解,空集,没有解,无实数解→none"
 )
 _CHINESE = re.compile("|".join(sorted(_CHINESE_WORDS, key=len, reverse=True)))
 

@@ -105,15 +105,12 @@ _POWERS = {"squared": 2, "cubed": 3}
 LEADING_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 
 # Words that change or negate the number before them.
-_CHANGING = COMMON_WORDS.union(
-    FUNCTIONS,
-    words(
-        "squared cubed modulo divided multiplied into under about almost nearly just maybe wrong incorrect except per "
-        "without percent ten dozen score hundred thousand million billion trillion halves third quarter fourth fifth "
-        "sixth seventh eighth ninth tenth eleventh twelfth hundredth thousandth millionth unless this thus perhaps "
-        "always other versus modulus power square cube factorial does goes mean equal exceed plusminus decimal base"
-    ),
-)
+_CHANGING = COMMON_WORDS.union(FUNCTIONS, words(
+    "squared cubed modulo divided multiplied into under about almost nearly just maybe wrong incorrect except per "
+    "without percent ten dozen score hundred thousand million billion trillion halves third quarter fourth fifth "
+    "sixth seventh eighth ninth tenth eleventh twelfth hundredth thousandth millionth unless this thus perhaps "
+    "always other versus modulus power square cube factorial does goes mean equal exceed plusminus decimal base"
+))  # fmt: skip
 _TRAILING = frozenset(words("left each long tall wide high deep old apart altogether away"))
 # Nouns that say no more than the number, and nouns of several things: `6 pairs` are not 6.
 _GENERIC = frozenset(words(
