@@ -23,6 +23,7 @@ STATEMENTS = {
     "unit/instruments/lab/test_results_statistics.py::test_equal_differences_and_few_seeds_decide_nothing": "a small p",
     "unit/instruments/parity/test_witnesses_first_layers.py::test_memory_at_30_billion_parameters": "three digits",
     "unit/instruments/parity/test_witnesses_first_layers.py::test_a_model_too_large_is_refused": "digits",
+    "unit/instruments/why/test_causes.py::test_what_was_there_before_stands_behind_what_departs_at_once": "a size",
     "unit/instruments/plan/test_generation_exact.py::test_a_step_of_128_sequences_by_hand": "norms are left out",
     "unit/instruments/plan/test_head.py::test_the_peak_in_the_output_layer_is_the_one_that_is_planned": "is left out",
     "unit/schedule/test_schedule.py::test_schedule_is_what_its_name_says": "what the documentation says",
