@@ -18,7 +18,8 @@ from statistics import median
 from typing import Any
 
 from megatron_rl.config.monitor import RISKS
-from megatron_rl.instruments.why.causes import Case, Suspect, by_rank, suspects, two
+from megatron_rl.instruments.why.case import Case, two
+from megatron_rl.instruments.why.causes import Suspect, by_rank, suspects
 from megatron_rl.instruments.why.changed import Event
 from megatron_rl.instruments.why.departures import AFTER, BEFORE, WATCHED, Change, Records, departures, differences
 from megatron_rl.monitor.alarms import (

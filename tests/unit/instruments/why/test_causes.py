@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.instruments.why.causes import CAUSES, Case, suspects, two
+from megatron_rl.instruments.why.case import Case
+from megatron_rl.instruments.why.causes import CAUSES, suspects
 from megatron_rl.instruments.why.departures import WATCHED, Change
 from tests.unit.instruments.why.test_onset import records
 
@@ -106,7 +107,3 @@ def test_a_rate_that_was_raised_counts_from_the_raise_on(rates, sign, is_suspect
     rows = records(**sizes, **{"actor/lr": lambda step: rates[step >= 20]})
     found = [suspect.observation for suspect in suspects(Case(rows, {}, sign)) if suspect.name == "learning rate"]
     assert found == ["one update changes the weights by 0.40% of their size"] * is_suspect
-
-
-def test_large_numbers_have_no_exponent():
-    assert [two(value) for value in (250.0, 704.2, 1.234, 2.9e-13)] == ["250", "700", "1.2", "2.9e-13"]
