@@ -18,7 +18,8 @@ Message = dict[str, Any]
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MARK = f"answer {secrets.token_hex(8)}"  # stands in an answer's place when a template is called
 NO_REQUEST = "no request came"
-THOUGHT = "<think>\na thought\n</think>\n\n"
+THOUGHT_ENDS = "</think>"
+THOUGHT = f"<think>\na thought\n{THOUGHT_ENDS}\n\n"
 
 
 class ChatError(Exception):
@@ -98,10 +99,15 @@ class Chat:
         given = json.dumps([*messages, tools], ensure_ascii=False, default=str)
         if self._control and (found := self._control.search(given)):
             raise ChatError(f"messages or tools hold {found.group()!r}, which is a token that only the template writes")
+        place = 0
         for message in messages:
+            if message["role"] == "assistant":
+                continue
             content = message["content"].strip()
-            written = content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
-            if not written and message["role"] != "assistant":
+            spellings = (content, json.dumps(content, ensure_ascii=False)[1:-1])
+            ahead = max(text.find(one, place) for one in spellings)  # most templates keep their order
+            place = max(place, ahead)
+            if ahead < 0 and not any(one in text for one in spellings):
                 raise ChatError(f"the chat template leaves out or changes a message of role {message['role']}")
         return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -161,18 +167,24 @@ def same(one: Message, other: Message) -> bool:
 
 
 # Tool calls as Qwen3 writes them: JSON (Hermes), or XML (Qwen3-Coder).
-_BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^<>\s]+)>\s*(.*?)\s*</function>", re.DOTALL)
+# White space around what is between is not the patterns': two repetitions side by side take cubic time.
+_BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>\s*", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^<>\s]+)>(.*?)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 
 
 def calls_in(text: str, tools: Sequence[Any]) -> tuple[str, list[Message]]:
-    """Return the text before the calls of ``text``, and the calls; all of ``text`` and none where one is malformed."""
-    content, begun, _ = text.partition("<tool_call>")
+    """Return the text before the calls of ``text``, and the calls; all of ``text`` and none where one is malformed.
+
+    A call that is only thought of is none.
+    """
+    thought = text.rfind(THOUGHT_ENDS) + len(THOUGHT_ENDS) if THOUGHT_ENDS in text else 0
+    before, begun, _ = text[thought:].partition("<tool_call>")
+    content = text[:thought] + before
     rest, calls = text[len(content) :], []
     while begun and rest:
         block = _BLOCK.match(rest)
-        call = _call(block.group(1), tools) if block else None
+        call = _call(block.group(1).strip(), tools) if block else None
         if call is None:
             return text, []
         calls.append(call_of(*call, len(calls)))
@@ -183,7 +195,7 @@ def calls_in(text: str, tools: Sequence[Any]) -> tuple[str, list[Message]]:
 def _call(block: str, tools: Sequence[Any]) -> tuple[str, dict[str, Any]] | None:
     try:
         if function := _FUNCTION.fullmatch(block):
-            return function.group(1), _parameters(function.group(2), _types(function.group(1), tools))
+            return function.group(1), _parameters(function.group(2).strip(), _types(function.group(1), tools))
         call = json.loads(block, parse_constant=_refuse)
         name, arguments = call["name"], call["arguments"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -198,9 +210,21 @@ def _parameters(text: str, types: Mapping[str, Any]) -> dict[str, Any]:
         if parameter is None or parameter.group(1) in found:
             raise ValueError("parameters")
         name, value = parameter.groups()
-        found[name] = value if types.get(name, "string") == "string" else json.loads(value, parse_constant=_refuse)
+        found[name] = _value(value, types.get(name, "string"))
         text = text[parameter.end() :]
     return found
+
+
+def _value(text: str, types: Any) -> Any:
+    """What a parameter's text is under its schema's type or types. Raises ValueError."""
+    if types == "string":
+        return text
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except ValueError:
+        if isinstance(types, list) and "string" in types:
+            return text
+        raise
 
 
 def _types(name: str, tools: Sequence[Any]) -> dict[str, Any]:

@@ -98,8 +98,8 @@ class Turn:
 
     def cut(self, length: int, sequence_id: str) -> Turn:
         """Return the turn of the first ``length`` sampled tokens, which were to be the last."""
-        if length >= len(self.tokens):
-            return self
+        if length == len(self.tokens):
+            return replace(self, finish_reason="stop")
         end, routes, checksums = len(self.prompt) + length - 1 - self.first_row, self.routes, self.checksums
         if routes is not None and checksums is not None:
             whole, num_layers = np.array([*self.prompt, *self.tokens]), routes.shape[1]
@@ -156,18 +156,20 @@ class Conversation:
         told: Sequence[int],
         max_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
-        cut: Callable[[list[int]], int] = len,
+        cut: Callable[[list[int]], int | None] = lambda tokens: None,
     ) -> Turn | None:
         """`tell`, then `generate`: both or, where the caller is cancelled, neither. None: there is no room.
 
-        ``cut``: how many of the sampled tokens stay, where text ends the turn that is not one token.
+        ``cut``: how many of the sampled tokens stay, where text ends the turn that is not one token; None: all.
         """
         told = self._client.token_ids(told, "reply")
         if len(told) >= self.room:
             self.truncated = True
             return None
         turn = await self._client.sample([*self._tokens, *told], max_tokens, stop_token_ids, self._num_rows)
-        turn = turn.cut(cut(turn.tokens), self._client.sequence_id)
+        if (length := cut(turn.tokens)) is not None:
+            turn = turn.cut(length, self._client.sequence_id)
+        self.truncated = False
         self.tell(told)
         self.add(turn)
         return turn

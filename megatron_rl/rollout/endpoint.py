@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 MOST_BODY = 8 << 20  # bytes of a request
 MOST_CONNECTIONS = 64  # of one conversation
+MOST_MESSAGES = 1024  # of a request
 HEADER_S = BODY_S = 30.0  # for a client to send a request's head, then its body
 CANCEL_S = 0.01  # between the end of a conversation and that of a turn under way; 0 would be no limit
 CLOSE_S = 1.0  # for a client that is answered to take the rest
@@ -74,6 +75,7 @@ def read_request(body: bytes) -> Asked:
     """Return what ``body`` asks for. Raises `ChatError`."""
     try:
         given = json.loads(body)
+        json.dumps(given, allow_nan=False, ensure_ascii=False).encode()  # no infinity, no half of a character
     except (ValueError, RecursionError) as error:
         raise ChatError(f"the body is no JSON: {shown(error, 100)}", code="invalid_json") from error
     if not isinstance(given, dict):
@@ -95,8 +97,8 @@ def read_request(body: bytes) -> Asked:
             param="tool_choice",
         )
     messages, options = _typed(given, "messages", list, []), _typed(given, "stream_options", dict, {})
-    if not messages:
-        raise ChatError("messages: a list of at least one is wanted", param="messages")
+    if not 0 < len(messages) <= MOST_MESSAGES:
+        raise ChatError(f"messages: a list of 1 to {MOST_MESSAGES} is wanted", param="messages")
     tools = _tools(given)
     return Asked(
         shown(given.get("model", "policy"), 100).strip("'"),
@@ -124,6 +126,9 @@ def _tools(given: dict[str, Any]) -> list[Any]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ChatError(f"tools: {shown(tool, 60)} is no function with a name", param="tools")
+        schema = function.get("parameters") or {}
+        if not isinstance(schema, dict) or not isinstance(schema.get("properties") or {}, dict):
+            raise ChatError(f"tools: parameters {shown(schema, 60)} are no JSON schema of an object", param="tools")
     return tools
 
 
@@ -190,21 +195,22 @@ class Endpoint:
             return
         if self._fault is not None:
             raise self._fault
-        if error is None and not self.conversation.num_turns:  # the program never came to its first answer
+        if not self.conversation.num_turns:  # the program never came to its first answer
             refusal = self._refusal or NO_REQUEST
             logger.warning("endpoint: the program got no answer: %s", refusal)
             await self.conversation.generate(max_tokens=1)
             self.conversation.truncated, self.conversation.refusal = True, refusal
 
     def _connect(self) -> asyncio.Protocol:
-        """A connection, which is closed where no request comes in time."""
+        """A connection, which is closed where no request comes in time, or where many others come before its own."""
+        if len(self._late) >= MOST_CONNECTIONS:
+            self._drop(next(iter(self._late)))
         protocol = self._web()
-        late = HEADER_S if len(self._web.connections) < MOST_CONNECTIONS else 0.0
-        self._late[protocol] = asyncio.get_running_loop().call_later(late, self._drop, protocol)
+        self._late[protocol] = asyncio.get_running_loop().call_later(HEADER_S, self._drop, protocol)
         return protocol
 
     def _drop(self, protocol: Any) -> None:
-        del self._late[protocol]
+        self._late.pop(protocol).cancel()
         if protocol.transport is not None:
             protocol.transport.abort()
 
@@ -266,6 +272,8 @@ class Endpoint:
         text = text[: min((place for stop in asked.stops if (place := text.find(stop)) >= 0), default=len(text))]
         reason = turn.finish_reason
         message: Message = {"role": "assistant", "content": text}
+        self._held, self._tools = [*asked.messages, message], asked.tools
+        self._stop = turn.tokens[-1:] if turn.finish_reason == "stop" else []
         if asked.calls:
             content, calls = calls_in(text, asked.tools)
             if calls:
@@ -273,18 +281,17 @@ class Endpoint:
                     call["id"] = f"{call['id']}_{self.conversation.num_turns}"
                 message |= {"content": content, "tool_calls": calls}
                 reason = "tool_calls" if reason == "stop" else reason
-        self._held, self._tools = [*asked.messages, message], asked.tools
-        self._stop = turn.tokens[-1:] if turn.finish_reason == "stop" else []
+        self._held[-1] = message
         return turn, message, reason
 
-    def _cut(self, tokens: list[int], asked: Asked) -> int:
-        """How many of ``tokens`` it takes to write the first of the texts that stop."""
+    def _cut(self, tokens: list[int], asked: Asked) -> int | None:
+        """How many of ``tokens`` it takes to write the first of the texts that stop; None where there is none."""
 
         def stops(length: int) -> bool:
             text = self._decode(tokens[:length])
             return any(stop in text for stop in asked.stops)
 
-        return bisect.bisect_left(range(len(tokens)), True, key=stops) if stops(len(tokens)) else len(tokens)
+        return bisect.bisect_left(range(len(tokens)), True, key=stops) if stops(len(tokens)) else None
 
     def _told(self, asked: Asked) -> list[int]:
         """The tokens between the conversation's and the next answer. Raises `ChatError` for another history."""

@@ -49,6 +49,8 @@ async def program(client, problem):
         started = await asyncio.create_subprocess_exec(sys.executable, "-I", str(PROGRAM), question, env=env)
         try:
             await asyncio.wait_for(started.wait(), PROGRAM_S)
+        except TimeoutError:
+            pass
         finally:
             if started.returncode is None:
                 started.kill()

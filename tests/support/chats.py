@@ -62,7 +62,14 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "add",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "why": {"type": "string"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer"},
+                    "why": {"type": "string"},
+                    "or": {"type": ["string", "null"]},
+                },
+            },
         },
     }
 ]

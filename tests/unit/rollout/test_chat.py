@@ -24,6 +24,9 @@ CALLS = [
         [("add", {"a": 12, "why": "12\nand 13"})],
     ),
     ("<think>x</think>" + XML.format("<parameter=b>7</parameter>"), "<think>x</think>", [("add", {"b": "7"})]),
+    ("<think><tool_call>?</think>" + call_text("f", {}), "<think><tool_call>?</think>", [("f", {})]),
+    (XML.format("<parameter=or>hi</parameter>"), "", [("add", {"or": "hi"})]),
+    (XML.format("<parameter=or>null</parameter>"), "", [("add", {"or": None})]),
 ]
 NO_CALLS = [
     "add(1)",
@@ -56,6 +59,13 @@ def test_calls_are_read(text, content, calls):
 @pytest.mark.parametrize("text", NO_CALLS)
 def test_a_malformed_call_stays_text(text):
     assert calls_in(text, TOOLS) == (text, [])
+
+
+@pytest.mark.parametrize("begun", ["<tool_call>", "<tool_call><function=f>", "<tool_call><function=f><parameter=a>"])
+def test_white_space_takes_no_time(begun):
+    """Cubic, a hundredth of this takes minutes."""
+    assert calls_in(begun + " " * 200_000, TOOLS)[1] == []
+    assert calls_in(begun + "\n" * 200_000 + "</tool_call>", TOOLS)[1] == []
 
 
 @given(st.text(alphabet='<>/tool_calfunction=parameter{}[]",:\n 1') | st.text())

@@ -190,6 +190,7 @@ def test_a_turn_that_is_cut_is_sealed_for_what_stays():
 
 # ---------------------------------------------------------------- requests that are refused
 
+TOOL_WITHOUT_PROPERTIES = {"type": "function", "function": {"name": "f", "parameters": {"properties": [1]}}}
 REFUSED = [
     ({"n": 2}, 400, "unsupported_value", "n"),
     ({"top_logprobs": 5}, 400, "unsupported_value", "top_logprobs"),
@@ -211,7 +212,10 @@ REFUSED = [
     ({"stream_options": []}, 400, "invalid_value", "stream_options"),
     ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "context_length_exceeded", None),
     ({"messages": [{"role": "user", "content": "<|im_end|>"}]}, 400, "invalid_value", None),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, 500, "internal", None),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_json", None),
+    ({"messages": [USER] * (module.MOST_MESSAGES + 1)}, 400, "invalid_value", "messages"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]}, 400, "invalid_value", "tools"),
+    ({"tools": [TOOL_WITHOUT_PROPERTIES]}, 400, "invalid_value", "tools"),
 ]
 SERVED = [
     dict.fromkeys(IGNORED, 0.5),
@@ -314,6 +318,36 @@ def test_turns_and_room_are_bounded():
     assert conversation_of(Policy(said("a", "b", "c")), agent).num_turns == 2
 
 
+def test_a_text_that_stops_with_the_last_token_that_is_allowed_is_no_cut():
+    async def agent(client, problem):
+        async with client.endpoint() as endpoint:
+            first = {"messages": [USER], "stop": "b;c", "max_tokens": len(TOKENIZER.encode("ab;c"))}
+            _, answer = await post(endpoint, first)
+            assert answer["choices"][0]["finish_reason"] == "stop"
+            messages = [USER, answer["choices"][0]["message"]]
+            too_long = [*messages, USER | {"content": "x" * 3000}]
+            assert (await post(endpoint, {"messages": too_long}))[1]["error"]["code"] == "context_length_exceeded"
+            assert endpoint.conversation.finish_reason == "length"
+            assert (await post(endpoint, {"messages": [*messages, USER]}))[0] == 200
+        return endpoint.conversation
+
+    assert conversation_of(Policy(said("ab;cd", "a")), agent).finish_reason == "stop"
+
+
+def test_nothing_hidden_stays_in_the_conversation_when_the_endpoint_fails_behind_a_turn(monkeypatch):
+    monkeypatch.setattr(module, "calls_in", lambda text, tools: 1 / 0)
+
+    async def agent(client, problem):
+        async with client.endpoint() as endpoint:
+            body = {"messages": [USER], "tools": TOOLS}
+            assert (await post(endpoint, body))[1]["error"]["code"] == "internal"
+            assert (await post(endpoint, body))[1]["error"]["code"] == "history_changed"
+        return endpoint.conversation
+
+    prompt = TOKENIZER.encode("<|im_start|>", add_special_tokens=False)
+    assert conversation_of(Policy(said("a", "b")), agent, prompt=prompt).num_turns == 1
+
+
 def test_first_messages_that_are_not_the_problem_are_told():
     problem = TOKENIZER.encode("<|im_start|>user\n12 and 2", add_special_tokens=False)
 
@@ -397,6 +431,9 @@ def test_bodies_heads_and_waits_are_bounded(monkeypatch):
             idle = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(module.MOST_CONNECTIONS + 20)]
             while len(endpoint._web.connections) > module.MOST_CONNECTIONS:
                 await asyncio.sleep(0.01)
+            assert b" 401 " in await raw(endpoint, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"), (
+                "those who wait lock nobody out"
+            )
             monkeypatch.setattr(module, "HEADER_S", 0.05)
             for writer in idle:
                 writer.close()
@@ -581,6 +618,18 @@ def test_a_program_without_an_answer_ends_no_run():
     conversation = conversation_of(Policy(said("ab")), agent)
     assert (len(conversation.response), conversation.finish_reason) == (1, "length")
     assert "n: 3 is not served" in conversation.refusal
+
+
+def test_a_program_that_fails_before_its_first_answer_may_be_caught():
+    async def agent(client, problem):
+        try:
+            async with client.endpoint() as endpoint:
+                raise TimeoutError("the program hangs")
+        except TimeoutError:
+            return endpoint.conversation
+
+    conversation = conversation_of(Policy(said("ab")), agent)
+    assert (len(conversation.response), conversation.finish_reason) == (1, "length")
 
 
 def test_there_is_no_endpoint_without_a_template():
