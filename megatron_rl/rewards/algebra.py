@@ -19,6 +19,7 @@ from itertools import chain, islice, product
 import mpmath
 
 from megatron_rl.rewards import units
+from megatron_rl.rewards.latex import words
 from megatron_rl.rewards.tree import OPERATIONS, Algebra, Node, exact, is_unknown, number, walk
 
 _MP = mpmath.mp.clone()
@@ -279,12 +280,11 @@ def _floor(value: Value) -> Value:
 
 
 _COARSE = ("abs", "floor", "ceil", "Re", "Im", "max", "min")  # functions of arguments of any size
-_ELEMENTARY: dict[str, Callable[..., Value]] = {
-    "sin": _MP.sin, "cos": _MP.cos, "tan": _MP.tan, "cot": _MP.cot, "sec": _MP.sec, "csc": _MP.csc,
-    "arcsin": _MP.asin, "arccos": _MP.acos, "arctan": _MP.atan, "arccot": _MP.acot, "arcsec": _MP.asec,
-    "arccsc": _MP.acsc, "sinh": _MP.sinh, "cosh": _MP.cosh, "tanh": _MP.tanh, "coth": _MP.coth, "sech": _MP.sech,
-    "csch": _MP.csch, "arcsinh": _MP.asinh, "arccosh": _MP.acosh, "arctanh": _MP.atanh,
-    "abs": abs, "floor": _floor, "ceil": lambda value: -_floor(-value), "Re": _MP.re, "Im": _MP.im,
-    "sign": _MP.sign, "arg": _MP.arg, "cis": _MP.expj, "factorial": _MP.factorial, "binom": _MP.binomial, "max": max,
-    "min": min,
+_NAMED = words(
+    "sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh coth sech csch arcsinh arccosh "
+    "arctanh sign arg factorial"
+)
+_ELEMENTARY: dict[str, Callable[..., Value]] = {name: getattr(_MP, name.replace("arc", "a")) for name in _NAMED} | {
+    "abs": abs, "floor": _floor, "ceil": lambda value: -_floor(-value), "Re": _MP.re, "Im": _MP.im, "cis": _MP.expj,
+    "binom": _MP.binomial, "max": max, "min": min,
 }  # fmt: skip

@@ -6,6 +6,7 @@ different trees: ``(1,2)`` and ``(2,1)``, ``[0,1)`` and ``[0,1]``, *east* and *s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fractions import Fraction
@@ -14,12 +15,13 @@ from itertools import product
 
 from megatron_rl.rewards import forms, tree, units
 from megatron_rl.rewards.grammar import readings
-from megatron_rl.rewards.latex import Unread, spelled, tokenize
+from megatron_rl.rewards.latex import Unread, tokenize
 from megatron_rl.rewards.phrases import known_word
 from megatron_rl.rewards.sets import DESCRIBE_SETS, same_set
-from megatron_rl.rewards.tree import Algebra, Node, exact, has_names, is_unfinished, negative, number, walk
+from megatron_rl.rewards.tree import Algebra, Node, exact, is_unfinished, negative, number, walk
 
 _NO_SCALARS = frozenset(["list", "tuple", "set", "matrix", "relation", "domain", "empty"])
+_ONE_IN_BRACES = re.compile(r"([\^_]) \{ (\S+) \}")  # `x^{4}` is `x^4`
 _ORDER = ("<", ">", "<=", ">=")
 
 
@@ -27,7 +29,7 @@ _ORDER = ("<", ">", "<=", ">=")
 def spelling(text: str) -> str:
     """Return ``text`` without layout: equal for answers that differ only in fonts and spaces."""
     try:
-        return spelled(tokenize(text))
+        return _ONE_IN_BRACES.sub(r"\1 \2", " ".join(token.text for token in tokenize(text)))
     except Unread:
         return " ".join(text.split())
 
@@ -62,7 +64,6 @@ class _Comparison:
         if "option" in (ours.kind, theirs.kind):
             return self._same_option(ours, theirs)
         ours, theirs = forms.canonical(self._without_middle(ours)), forms.canonical(theirs)
-        ours, theirs = forms.without_tuple_name(ours, theirs)
         if "list" in (ours.kind, theirs.kind):
             ours, theirs = forms.without_condition(ours, theirs), forms.without_condition(theirs, ours)
         if ours == theirs:
@@ -133,11 +134,11 @@ class _Comparison:
 
     def _same_ratio(self, ours: Node, theirs: Node) -> bool:
         if ours.kind != theirs.kind:
-            ratio, other = (ours, theirs) if ours.kind == "ratio" else (theirs, ours)
-            if len(ratio.args) > 2 or ratio.value or forms.is_time(ratio) or other.kind in _NO_SCALARS:
-                return False
-            quotient = Node("div", ratio.args)
-            return self._same_number(quotient, theirs) if ratio is ours else self._same_number(ours, quotient)
+            ratio = ours if ours.kind == "ratio" else theirs
+            quotients = (Node("div", node.args) if node is ratio else node for node in (ours, theirs))
+            return (
+                len(ratio.args) == 2 and not ratio.value and not forms.is_time(ratio) and self._same_number(*quotients)
+            )
         if ours.value or theirs.value:
             return forms.minutes(ours) is not None and forms.minutes(ours) == forms.minutes(theirs)
         if len(ours.args) != len(theirs.args):
@@ -247,7 +248,7 @@ class _Comparison:
             return False
         if theirs.kind == "relation":
             *left, value = forms.name_first(theirs).args
-            named = all(forms.names_something(side) or not has_names(side) for side in left)
+            named = all(forms.names_something(side) or not tree.names_in(side) for side in left)
             return named and set(theirs.value) <= {"=", "≈"} and self.equal(ours, value)
         if any(sign not in ("=", "≈") for sign in ours.value):
             return False
@@ -269,13 +270,11 @@ class _Comparison:
 
     def _same_equation(self, ours: Sequence[Node], theirs: Sequence[Node]) -> bool:
         heads = ours[0], theirs[0]
-        if all(head.kind in ("name", "word") or tree.is_unknown(head) for head in heads):
+        if all(head.kind in ("name", "word", "tuple") or tree.is_unknown(head) for head in heads):
             ours, heads = forms.with_argument_of(ours, theirs)
-            kinds = {head.kind for head in heads}
-            if heads[0] == heads[1] or (kinds == {"name", "call"} and any(head.value == "y" for head in heads)):
+            one_is_y = {head.kind for head in heads} == {"name", "call"} and "y" in (heads[0].value, heads[1].value)
+            if heads[0] == heads[1] or one_is_y:
                 return self.equal(ours[1], theirs[1])
-            if "call" in kinds or (len(kinds) == 1 and "word" in kinds):
-                return False
         return self._same_difference(*(Node("relation", tuple(both), ("=",)) for both in (ours, theirs)))
 
     # Values.
@@ -306,13 +305,9 @@ class _Comparison:
         ours, theirs = (node.args[0] if node.kind == "percent" else node for node in (ours, theirs))
         if ours_percent != theirs_percent and factor == 1:
             percent, bare = (ours, theirs) if ours_percent else (theirs, ours)
-            hundredfold = Node("mul", (number(100), bare))
-            if tree.exact_or_none(percent) is not None and tree.exact_or_none(percent) == tree.exact_or_none(
-                hundredfold
-            ):
+            hundredfold = tree.exact_or_none(Node("mul", (number(100), bare)))
+            if hundredfold is not None and tree.exact_or_none(percent) == hundredfold:
                 return not self._refused(ours, theirs)
-        if ours == theirs and factor == 1:
-            return True
         if self._refused(ours, theirs):
             return False
         scaled = ours if factor == 1 else Node("mul", (number(factor), ours))
@@ -332,7 +327,7 @@ class _Comparison:
             if our_value == their_value or all(shown):
                 return our_value == their_value
             return tree.rounds_to(their_value, decimals[0]) or tree.rounds_to(our_value, decimals[1])
-        if has_names(ours) or has_names(theirs):
+        if tree.names_in(ours) or tree.names_in(theirs):
             return any(self._algebra.equal(*pair) for pair in forms.up_to_constants(ours, theirs)) or (
                 forms.is_periodic(ours) and forms.is_periodic(theirs) and self._same_family(ours, theirs)
             )

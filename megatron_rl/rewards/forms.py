@@ -8,8 +8,8 @@ from fractions import Fraction
 from functools import reduce
 from itertools import permutations, product
 
-from megatron_rl.rewards import units
-from megatron_rl.rewards.tree import Node, exact_or_none, is_unknown, names_in, negative, number, plain, replaced, walk
+from megatron_rl.rewards import tree, units
+from megatron_rl.rewards.tree import Node, exact_or_none, is_unknown, names_in, negative, number, replaced, walk
 
 MAX_ITEMS = 64  # longest list that is compared in any order
 _MAX_SIGNS = 3  # largest number of ± in one value
@@ -86,16 +86,6 @@ def _family(node: Node) -> Node:
     return families[0] if len(families) == 1 else Node("list", families)
 
 
-def without_tuple_name(ours: Node, theirs: Node) -> tuple[Node, Node]:
-    """``(x,y)=(3,-2)`` says ``(3,-2)``, unless both name their tuple and by different names."""
-    equations = [node.kind == "relation" and node.value == ("=",) for node in (ours, theirs)]
-    heads = [node.args[0] if is_one else node for node, is_one in zip((ours, theirs), equations)]
-    named = [one and head.kind == "tuple" and names_something(head) for one, head in zip(equations, heads)]
-    if all(named) and ours.args[0] != theirs.args[0]:
-        return ours, theirs
-    return (ours.args[1] if named[0] else ours), (theirs.args[1] if named[1] else theirs)
-
-
 def given_values(items: Sequence[Node], other: Node) -> Sequence[Node]:
     """``x=3, y=-2`` beside a tuple: its values, where the names are different and in their order."""
     named = all(item.kind == "relation" and item.value == ("=",) and item.args[0].kind == "name" for item in items)
@@ -119,10 +109,6 @@ def _spread_signs(node: Node) -> Node:
             return Node("relation", (node.args[0], value), node.value)
         relations = tuple(Node("relation", (node.args[0], item), node.value) for item in value.args)
         return Node("list" if node.value == ("=",) else "and", relations)
-    if node.kind in ("union", "intersection", "difference"):
-        return Node(node.kind, tuple(map(_spread_signs, node.args)))
-    if node.kind in ("matrix", "word", "option", "and", "or", "comma"):
-        return node
     count = sum(part.kind == "pm" for part in walk(node))
     if not 0 < count <= _MAX_SIGNS:
         return node
@@ -153,10 +139,9 @@ def as_matrix(node: Node) -> Node:
         matrix, scalar = node.args[at], node.args[1 - at]
         if scalar.kind == "matrix" or (node.kind == "div" and at == 1):
             return node
-        cells = [Node(node.kind, (cell, scalar)) for cell in matrix.args]
-        values = [exact_or_none(cell) for cell in cells]
-        done = (cell if value is None else number(value) for cell, value in zip(cells, values))
-        return Node("matrix", tuple(done), matrix.value)
+        return Node(
+            "matrix", tuple(tree.computed(Node(node.kind, (cell, scalar))) for cell in matrix.args), matrix.value
+        )
     return node
 
 
@@ -209,7 +194,7 @@ def names_something(node: Node) -> bool:
     if kind == "call":
         return is_unknown(node) or (bool(args) and all(map(names_something, args)))
     if kind == "pow":
-        return names_something(args[0]) and plain(args[1]) is not None
+        return names_something(args[0]) and tree.plain(args[1]) is not None
     if kind == "mul" and args[0].kind == "name" and args[0].value[0].isupper() and len(args) == 2:
         return True  # `P(X>1)`, `A(3)`
     if kind == "add":  # `a-b`

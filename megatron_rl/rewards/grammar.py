@@ -7,6 +7,7 @@ is bounded, and time is linear except for the few searches for a closing bracket
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from functools import lru_cache, reduce
 from itertools import pairwise
@@ -14,9 +15,9 @@ from itertools import pairwise
 from megatron_rl.rewards import units
 from megatron_rl.rewards.atoms import RELATIONS, AtomParser
 from megatron_rl.rewards.forms import split_unit
-from megatron_rl.rewards.latex import Token, Unread, join_thousands, readings_of_e, tokenize, words
+from megatron_rl.rewards.latex import Token, Unread, join_thousands, tokenize, words
 from megatron_rl.rewards.phrases import base_numeral, option_of, phrase
-from megatron_rl.rewards.tree import Node, depth, exact_or_none, negative, number
+from megatron_rl.rewards.tree import Node, computed, depth, negative, number
 
 MAX_TREE_DEPTH = 100  # depth of a tree; a product of n factors has depth n
 _CACHED_CHARS = 200  # trees of longer answers are not cached: they may be large
@@ -25,7 +26,9 @@ _NO_FACTOR = frozenset(words(r"\rvert \rfloor \rceil \rangle \end \pmod \mod \bm
 _NO_START = frozenset(["", ",", ";", "∪", "∩", "or", "and", ")"])  # behind `[`, which then closes an interval
 _BEHIND = frozenset("^!°'\"")
 _ENDS = frozenset([",", ";", "or", "and", "&", r"\\", r"\end"])
+_EULER = re.compile(r"(?<![\d.])(\d+)e([+-]\d)(?!\d)")
 _HALF_DAYS = ("㏂", "㏘")
+_PRODUCTS = {"*": "mul", "/": "div", "÷": "divide"}
 _CLOSING = {"(": ")", "[": "]", r"\{": r"\}", "{": "}"}
 
 
@@ -151,12 +154,8 @@ class Parser(AtomParser):
     def _product(self) -> Node:
         node = self._power()
         while True:
-            if self._take("*"):
-                node = Node("mul", (node, self._factor()))
-            elif self._take("/"):
-                node = Node("div", (node, self._factor()))
-            elif self._take("÷"):
-                node = Node("divide", (node, self._factor()))
+            if self._at(*_PRODUCTS):
+                node = Node(_PRODUCTS[self._next().text], (node, self._factor()))
             elif (behind := self._behind(node)) is not None:
                 node = behind
             elif node.kind == "quantity" and node.value == units.DEGREE and len(self._word_at()) == 1:
@@ -190,8 +189,6 @@ class Parser(AtomParser):
         if token.kind == "number" and node is not None:
             last = node.args[1] if node.kind == "mul" else node
             return last.kind == "pow" or last.value == "factorial"
-        if token.kind in ("number", "end"):
-            return False
         if token.kind == "letters":
             return token.text not in ("or", "and", "mod") or not (token.roman or token.space)
         if token.kind == "command":
@@ -238,9 +235,7 @@ def _is_part(whole: Node, part: Node) -> bool:
 
 def _with_part(whole: Node, part: Node) -> Node:
     share = number(part.value.factor / whole.value.factor)
-    total = Node("add", (whole.args[0], Node("mul", (part.args[0], share))))
-    value = exact_or_none(total)
-    return Node("quantity", (total if value is None else number(value),), whole.value)
+    return Node("quantity", (computed(Node("add", (whole.args[0], Node("mul", (part.args[0], share))))),), whole.value)
 
 
 def readings(text: str) -> tuple[Node, ...]:
@@ -253,7 +248,7 @@ def readings(text: str) -> tuple[Node, ...]:
 
 def _readings(text: str) -> tuple[Node, ...]:
     trees: list[Node] = []
-    for spelling in readings_of_e(text):
+    for spelling in dict.fromkeys((text, _EULER.sub(r"\1 e \2", text))):
         with suppress(Unread):
             tokens = tokenize(spelling)
             may_be_unit = any(t.kind == "letters" and len(t.text) <= 1 + 2 * (not t.roman) for t in tokens)

@@ -28,6 +28,16 @@ def synonyms(table: str) -> dict[str, str]:
     return {spelling: meaning for spellings, meaning in entries for spelling in spellings.split(",")}
 
 
+def _rules(*rules: tuple[str, str | Callable[[re.Match[str]], str]]) -> Rules:
+    return tuple((re.compile(pattern), spelling) for pattern, spelling in rules)
+
+
+def _rewritten(text: str, rules: Rules) -> str:
+    for pattern, spelling in rules:
+        text = pattern.sub(spelling, text)
+    return text
+
+
 COMMON_WORDS = frozenset(words(
     "not no yes is are was be the or and of to in on at by if it as an so than then else more less none any all "
     "some true false only for from with mod base over times plus minus half"
@@ -53,49 +63,35 @@ class Token:
     space: bool = False  # whether white space stands before it
 
 
-_SIGNS = {
-    "−": "-", "‐": "-", "‑": "-", "‒": "-", "–": "-", "—": "-", "―": "-", "﹣": "-", "－": "-", "⁻": "-",
-    "×": "*", "⋅": "*", "·": "*", "∙": "*", "•": "*", "∗": "*", "÷": "÷", "∕": "/", "⁄": "/", "∶": ":", "：": ":",
-    "≤": "<=", "⩽": "<=", "≦": "<=", "≥": ">=", "⩾": ">=", "≧": ">=", "≠": "!=", "≈": "≈", "≡": "≡", "∈": "∈",
-    "∉": "∉", "∪": "∪", "∩": "∩", "∖": "∖", "±": "±", "∓": "∓", "°": "°", "º": "°", "˚": "°", "∣": "∣", "′": "'",
-    "’": "'", "‘": "'", "“": '"', "”": '"', "∞": r"\infty ", "∅": r"\emptyset ", "⟨": r"\langle ", "⟩": r"\rangle ",
-    "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "…": r"\ldots ", "∧": r"\land ",
-    "∨": r"\lor ", "¬": r"\neg ", "∠": r"\angle ", "△": r"\triangle ", "µ": r"\mu ", "Ω": r"\Omega ",
-    "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}",
-    "¢": r"\text{ cents}", "€": r"\euro ", "£": r"\pounds ", "¥": r"\yen ", "￥": r"\yen ",
-    "。": ".", "、": ",", "₹": r"\rupee ", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u3000": " ",
-}  # fmt: skip
+_SIGNS = synonyms(
+    "−,‐,‑,‒,–,—,―,⁻→- ×,⋅,·,∙,•,∗→* ∕,⁄→/ ∶→: ≤,⩽,≦→<= ≥,⩾,≧→>= ≠→!= º,˚→° ′,’,‘→' “,”→\" 。→. 、→, ∞→infty "
+    "∅→emptyset ⟨→langle ⟩→rangle ⌊→lfloor ⌋→rfloor ⌈→lceil ⌉→rceil …→ldots ∧→land ∨→lor ¬→neg ∠→angle △→triangle "
+    "µ→mu Ω→Omega ℝ→R ℤ→Z ℕ→N ℚ→Q ℂ→C €→euro £→pounds ¥→yen ₹→rupee"
+)
+_SIGNS |= {sign: rf"\{name} " for sign, name in _SIGNS.items() if name.isalpha() and name.isascii()}
 _SUPERSCRIPT = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni"))
 _SUBSCRIPT = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n"))
 _INDEX = {"√": "", "∛": "[3]", "∜": "[4]"}
-_SCRIPTS = (
-    (re.compile(f"[{''.join(_SUPERSCRIPT)}]+"), lambda m: "^{" + "".join(map(_SUPERSCRIPT.get, m[0])) + "}"),
-    (re.compile(f"[{''.join(_SUBSCRIPT)}]+"), lambda m: "_{" + "".join(map(_SUBSCRIPT.get, m[0])) + "}"),
-    (
-        re.compile(r"([√∛∜])\s*(\d+(?:\.\d+)?|[A-Za-z])?"),
-        lambda m: rf"\sqrt{_INDEX[m[1]]}" + (f"{{{m[2]}}}" if m[2] else " "),
-    ),
-)
-
-
 _CHINESE_WORDS = synonyms(
     "平方→square 立方→cubic 公里,千米→km 厘米,公分→cm 毫米→mm 米→m 分米→dm 千克,公斤→kg 克→g 毫克→mg 吨→tonnes 升→L "
     "毫升→mL 小时,时→hours 分钟→minutes 秒→seconds 天,日→days 周,星期→weeks 月,个月→months 年,岁→years "
-    "元,块,块钱,人民币→yuan 度→degrees 人,个人→people 每→per 或,或者→or 和,且,与→and "
+    "元,块,块钱,人民币→yuan ¢→cents 度→degrees 人,个人→people 每→per 或,或者→or 和,且,与→and "
     "个,只,件,张,本,种,次,条,辆,棵,支,枚,颗,位,名→units 是,对,正确→yes 否,不是,错,错误→no "
     "无解,空集,没有解,无实数解→none"
 )
-_CHINESE = re.compile("|".join(sorted(_CHINESE_WORDS, key=len, reverse=True)))
+_UNICODE = _rules(
+    ("|".join(sorted(_CHINESE_WORDS, key=len, reverse=True)), lambda m: rf" \text{{ {_CHINESE_WORDS[m[0]]} }} "),
+    (f"[{''.join(_SUPERSCRIPT)}]+", lambda m: "^{" + "".join(map(_SUPERSCRIPT.get, m[0])) + "}"),
+    (f"[{''.join(_SUBSCRIPT)}]+", lambda m: "_{" + "".join(map(_SUBSCRIPT.get, m[0])) + "}"),
+    (r"([√∛∜])\s*(\d+(?:\.\d+)?|[A-Za-z])?", lambda m: rf"\sqrt{_INDEX[m[1]]}" + (f"{{{m[2]}}}" if m[2] else " ")),
+)
 
 
 def plain_signs(text: str) -> str:
     """``text`` with LaTeX or ASCII in the place of other Unicode: ``x⁴`` → ``x^{4}``, ``½`` → ``\\frac{1}{2}``."""
     if text.isascii():
         return text
-    text = _CHINESE.sub(lambda match: rf" \text{{ {_CHINESE_WORDS[match[0]]} }} ", text)
-    for pattern, spelling in _SCRIPTS:
-        text = pattern.sub(spelling, text)
-    return "".join(char if char.isascii() else _plain_char(char) for char in text)
+    return "".join(char if char.isascii() else _plain_char(char) for char in _rewritten(text, _UNICODE))
 
 
 def _plain_char(char: str) -> str:
@@ -115,13 +111,11 @@ def _plain_char(char: str) -> str:
 
 
 # Commands by their effect on tokens. Those of the first group give none.
-_LOOKS = words(
-    "quad qquad thinspace enspace medspace thickspace space nobreakspace hfill noindent par newline "
-    "displaystyle textstyle scriptstyle scriptscriptstyle limits nolimits big Big bigg Bigg bigl bigr Bigl Bigr biggl "
-    "biggr Biggl Biggr bigm Bigm tiny scriptsize footnotesize small normalsize large Large LARGE huge Huge bf it sf tt "
-    "em bfseries itshape mdseries upshape slshape scshape sffamily ttfamily cal frak boldmath unboldmath strut "
-    "mathstrut checkmark centering mathsurround middle operatornamewithlimits mathord mathop mathbin mathrel mathopen"
-    " mathclose left right"
+_LOOKS = words(  # patterns
+    "q?quad (?:thin|en|med|thick|nobreak)?space hfill noindent par newline (?:display|text|script(?:script)?)style "
+    "(?:no)?limits [bB]igg?[lrm]? tiny (?:script|footnote|normal)size small [lL]arge LARGE [hH]uge bf(?:series)? "
+    "(?:it|up|sl|sc)(?:shape)? mdseries (?:sf|tt)(?:family)? em cal frak (?:un)?boldmath (?:math)?strut checkmark "
+    "centering operatornamewithlimits math(?:surround|ord|op|bin|rel|open|close) middle left right"
 )
 _ROMAN = words("text textrm textnormal textup mathrm mathup mbox hbox operatorname textsf mathsf rm rmfamily unit")
 _FONTS = words(
@@ -152,10 +146,8 @@ _TOKEN = re.compile(
     r"|(?P<sign><=|>=|!=|==|\*\*|.)",
     re.DOTALL,
 )
-_ONE_IN_BRACES = re.compile(r"([\^_]) \{ (\S++) \}")  # `x^{4}` is `x^4`
 _PERIOD = re.compile(r"(\d)\1+$|(\d{2,12}?)\2{2,}$|^(\d{2,12}?)\3+$")  # of `0.1666...`
 _TAKES_ARGUMENT = {"^", "_", r"\frac", r"\sqrt", r"\binom"}
-_EULER = re.compile(r"(?<![\d.])(\d+)e([+-]\d)(?!\d)")
 
 # Numbers in words: ``twenty-five``, ``one hundred and five``, ``two thirds``.
 _ONES = words(
@@ -201,10 +193,6 @@ _SIGN = re.compile(r"[\\^{!._U]")  # without any of these no rule of `_REWRITTEN
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][A-Za-z.]")  # not a command
 _TEXT = r"\s*(?:\\text\s*\{)?\s*"
 _UPRIGHT = r"(?:\\(?:mathrm|text)\s*\{)?"
-
-
-def _rules(*rules: tuple[str, str | Callable[[re.Match[str]], str]]) -> Rules:
-    return tuple((re.compile(pattern), spelling) for pattern, spelling in rules)
 
 
 _REWRITTEN = _rules(
@@ -269,18 +257,12 @@ _BEFORE = frozenset((*_VAGUE, *words(
 _BEHIND = frozenset([*".,;:", r"\\", "only", "exactly", "inclusive"])
 
 
-def readings_of_e(text: str) -> tuple[str, ...]:
-    """``text``, and with ``2e-1`` as 2e − 1 if it holds something like it."""
-    return tuple(dict.fromkeys((text, _EULER.sub(r"\1 e \2", text))))
-
-
 @lru_cache(maxsize=8)  # `spelling` and `readings` begin with the same tokens
 def tokenize(text: str) -> tuple[Token, ...]:
     """Return the tokens of ``text`` without its layout. Raises `Unread`."""
     text = plain_signs(text)
-    rules = (_REWRITTEN if _SIGN.search(text) else ()) + (_REWRITTEN_WORDS if _WORD.search(text) else ())
-    for pattern, spelling in rules:
-        text = pattern.sub(spelling, text)
+    text = _rewritten(text, _REWRITTEN) if _SIGN.search(text) else text
+    text = _rewritten(text, _REWRITTEN_WORDS) if _WORD.search(text) else text
     tokens = _Lexer().tokens(text)
     while tokens:
         last = tokens[-1]
@@ -383,8 +365,3 @@ def join_thousands(tokens: tuple[Token, ...], at_top: bool) -> tuple[Token, ...]
             head = len(joined)
         joined.append(token)
     return tuple(joined)
-
-
-def spelled(tokens: tuple[Token, ...]) -> str:
-    """Return the tokens as text: equal for answers that differ only in appearance."""
-    return _ONE_IN_BRACES.sub(r"\1 \2", " ".join(token.text for token in tokens))

@@ -15,11 +15,12 @@ sign in front of a box belongs to it. A last box that is never closed is no answ
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -66,6 +67,9 @@ _SUBJECT = re.compile(  # `it would take 180 days`, not `it is less than 6`
     re.IGNORECASE,
 )
 _DOUBLED, _SINGLE = re.compile(r"\\\\[A-Za-z{}]"), re.compile(r"(?<!\\)\\[A-Za-z{}]")
+_AROUND = (("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), (r"\boxed{", "}"), ('"', '"'), ("`", "`"), ("**", "**"))
+_SMALLER = {r"\frac": r"\dfrac", r"\dfrac": r"\frac", r"\left": "", r"\right": "", r"\,": "", r"\!": ""}
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}\b)")
 DEFAULT_TIMEOUT_S, DEFAULT_MEMORY_MIB = 5.0, 1024
 MathTask = dict[str, Any]
 _EXACT = Algebra()
@@ -258,3 +262,31 @@ def _kind(reference: str) -> str:
 
 def _is_text(tree: Node) -> bool:
     return is_word(tree) or (tree.kind == "list" and all(map(_is_text, tree.args)))
+
+
+def respellings(gold: str) -> Iterator[str]:
+    """Yield spellings that a response may well have and ``gold`` has not, most of them of one cause each."""
+    text = gold.strip()
+    for opens, closes in _AROUND:
+        inner = text[len(opens) : len(text) - len(closes)]
+        if text.startswith(opens) and text.endswith(closes) and inner.strip() and closes not in inner:
+            yield inner
+    yield from _of_a_list(text)
+    changes = [
+        text.replace("\\\\", "\\") if _DOUBLED.search(text) else text,
+        _THOUSANDS.sub("", text) if _THOUSANDS.sub("", text).replace(".", "").isdigit() else text,
+        text.removesuffix("."),
+        *(re.sub(re.escape(old) + r"(?![A-Za-z.])", lambda _, new=new: new, text) for old, new in _SMALLER.items()),
+    ]
+    yield from (changed for changed in dict.fromkeys(changes) if changed.strip() and changed != gold)
+
+
+def _of_a_list(text: str) -> Iterator[str]:
+    """Yield the elements of a list that is written as JSON text, as a person would."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return
+    texts = [part for part in value if isinstance(part, str)] if isinstance(value, list) else []
+    if texts and len(texts) == len(value):
+        yield ", ".join(texts)

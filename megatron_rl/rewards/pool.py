@@ -73,20 +73,12 @@ class _Call:
 @dataclass(eq=False)
 class _Worker:
     process: subprocess.Popen
+    requests: int  # the ends of its pipes
+    replies: int
     share: int  # of `concurrency`
     start_deadline: float
     ready: bool = False
     calls: dict[int, _Call] = field(default_factory=dict)  # by id
-
-    @property
-    def replies(self) -> int:
-        assert self.process.stdout is not None
-        return self.process.stdout.fileno()
-
-    @property
-    def requests(self) -> int:
-        assert self.process.stdin is not None
-        return self.process.stdin.fileno()
 
     @property
     def deadline(self) -> float:
@@ -138,8 +130,9 @@ class WorkerPool(contextlib.AbstractContextManager):
             env=environment,
             start_new_session=True,  # one signal then ends a worker together with its child
         )
-        os.set_blocking(process.stdin.fileno(), False)
-        return _Worker(process, share, time.monotonic() + _START_S)
+        requests, replies = (pipe.fileno() for pipe in (process.stdin, process.stdout) if pipe is not None)
+        os.set_blocking(requests, False)
+        return _Worker(process, requests, replies, share, time.monotonic() + _START_S)
 
     # ---------------------------------------------------------------- for any thread
 

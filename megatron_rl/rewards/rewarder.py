@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.errors import Fault, InputError, shown
 from megatron_rl.process.user_functions import check_function
-from megatron_rl.rewards.golds import respellings
-from megatron_rl.rewards.math_task import THINKING, math_verdict
+from megatron_rl.rewards.math_task import THINKING, math_verdict, respellings
 from megatron_rl.rewards.pool import Outcome, WorkerPool
 from megatron_rl.types import Group, Prompt, Rollout
 
@@ -193,11 +192,10 @@ class Rewarder(AbstractContextManager):
     def score(self, groups: Sequence[Group]) -> Scores:
         """Score every rollout in place and return the scores.
 
-        A response whose scoring failed is counted in ``reward/timeouts`` (over its time or memory limit),
-        ``reward/worker_failures`` (its worker died) or ``reward/errors`` (a reward function raised or did not return a
-        number). One that a built-in reward cannot judge is counted in ``reward/unjudged`` and ends no run. The response
-        gets 0. If its reward is a function and `reward.on_error` is
-        mask, it is also ``unscored`` and ``masked``.
+        A response whose scoring failed gets 0 and is counted in ``reward/timeouts`` (over its time or memory limit),
+        ``reward/worker_failures`` (its worker died), ``reward/errors`` (a reward function raised or returned no number)
+        or ``reward/unjudged`` (by a built-in reward, which ends no run). If its reward is a function and
+        `reward.on_error` is mask, it is also ``unscored`` and ``masked``.
         """
         rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
         outcomes = self._outcomes(rollouts)
@@ -224,7 +222,7 @@ class Rewarder(AbstractContextManager):
         return trials[0]
 
     def unmet(self, prompts: Iterable[Prompt]) -> list[str]:
-        """Say which golds of `math` a right answer in another spelling does not meet (`golds.respellings`)."""
+        """Say which golds of `math` a right answer in another spelling does not meet (`respellings`)."""
         tried = {p.answer: p for p in prompts if self._name_of(p) == "math"}
         pairs = [(gold, text, prompt) for gold, prompt in tried.items() for text in respellings(gold)]
         texts = [SimpleNamespace(text=rf"\boxed{{{text}}}") for _, text, _ in pairs]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
+from itertools import takewhile
 from typing import Any
 
 MAX_BITS = 20_000
@@ -104,7 +105,7 @@ class Algebra:
     def value(self, node: Node) -> Fraction | None:
         """Return the value of a real constant, to 1e-80 if it is irrational; None for anything else."""
         value = exact(node)
-        if value is None and not has_names(node):
+        if value is None and not names_in(node):
             raise NeedsWorker
         return value
 
@@ -116,10 +117,6 @@ def is_unknown(node: Node) -> bool:
 
 def names_in(node: Node) -> set[str]:
     return {part.value for part in walk(node) if part.kind == "name"}
-
-
-def has_names(node: Node) -> bool:
-    return any(part.kind == "name" for part in walk(node))
 
 
 def _bits(value: Fraction) -> int:
@@ -139,12 +136,9 @@ def exact(node: Node) -> Fraction | None:
     operation = OPERATIONS.get(node.value if node.kind == "call" else node.kind)
     if operation is None:
         return None
-    args = []
-    for arg in node.args:
-        value = exact(arg)
-        if value is None:
-            return None
-        args.append(value)
+    args = list(takewhile(lambda value: value is not None, map(exact, node.args)))
+    if len(args) < len(node.args):
+        return None
     try:
         value = operation(*args)
     except (ZeroDivisionError, TypeError, ValueError):  # ``1/0``, ``\\gcd(1/2, 3)``
@@ -157,6 +151,12 @@ def exact_or_none(node: Node) -> Fraction | None:
         return exact(node)
     except TooLarge:
         return None
+
+
+def computed(node: Node) -> Node:
+    """``node`` as a number where it has an exact value."""
+    value = exact_or_none(node)
+    return node if value is None else number(value)
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
@@ -263,7 +263,7 @@ def is_unfinished(node: Node) -> bool:
     A fraction, a root, a power, a mixed number, ``a\times 10^b`` and a sum or product of which no two parts are
     rational (``2+\sqrt3``, ``3-4i``) are ways to write a value, and so is every expression with variables.
     """
-    return not has_names(node) and any(_leaves_computation(part, node) for part in walk(node))
+    return not names_in(node) and any(_leaves_computation(part, node) for part in walk(node))
 
 
 def _leaves_computation(node: Node, whole: Node) -> bool:

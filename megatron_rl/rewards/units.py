@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
 
 from megatron_rl.rewards.latex import COMMON_WORDS, FUNCTIONS, Token, Unread, words
 from megatron_rl.rewards.tree import Node, number
@@ -31,9 +32,11 @@ class Unit:
         return Unit(self.factor * other.factor**power, nonzero)
 
 
-_PREFIX_SIGNS = {"T": 12, "G": 9, "M": 6, "k": 3, "h": 2, "d": -1, "c": -2, "m": -3, "μ": -6, "n": -9, "p": -12}
-_PREFIX_WORDS = {"tera": 12, "giga": 9, "mega": 6, "kilo": 3, "deci": -1, "centi": -2, "milli": -3, "micro": -6,
-                 "nano": -9, "pico": -12}  # fmt: skip
+_PREFIXES = (  # sign, word, power of ten
+    ("", "", 0), ("T", "tera", 12), ("G", "giga", 9), ("M", "mega", 6), ("k", "kilo", 3), ("h", "hecto", 2),
+    ("d", "deci", -1), ("c", "centi", -2), ("m", "milli", -3), ("μ", "micro", -6), ("n", "nano", -9),
+    ("p", "pico", -12),
+)  # fmt: skip
 
 # sign, words, factor and base units with powers: those that take prefixes
 _METRIC = (
@@ -69,7 +72,7 @@ _OTHER = (
 )  # fmt: skip
 
 
-def _unit(factor: str | int, bases: str) -> Unit:
+def _unit(factor: str | int | Fraction, bases: str) -> Unit:
     powers = [re.fullmatch(r"([^\d-]+)(-?\d*)", part) for part in ([bases] if bases == "light year" else bases.split())]
     return Unit(Fraction(factor), tuple(sorted((part[1], int(part[2] or 1)) for part in powers if part)))
 
@@ -77,14 +80,9 @@ def _unit(factor: str | int, bases: str) -> Unit:
 def _table() -> tuple[dict[str, Unit], dict[str, Unit]]:
     """Return units by sign (case-sensitive) and by word."""
     signs, words = {}, {}
-    for sign, names, factor, bases in _METRIC:
-        unit = _unit(factor, bases)
-        for prefix, power in {"": 0, **_PREFIX_SIGNS}.items():
-            signs[prefix + sign] = Unit(unit.factor * Fraction(10) ** power, unit.dimensions)
-        for name in names.split():
-            for prefix, power in {"": 0, **_PREFIX_WORDS}.items():
-                word = Unit(unit.factor * Fraction(10) ** power, unit.dimensions)
-                words |= {prefix + name: word, prefix + name + "s": word}
+    for (sign, names, factor, bases), (prefix, long, power) in product(_METRIC, _PREFIXES):
+        signs[prefix + sign] = unit = _unit(Fraction(factor) * Fraction(10) ** power, bases)
+        words |= {long + name + end: unit for name in names.split() for end in ("", "s")}
     for names, factor, bases in _OTHER:
         for name in names.split():
             (words if name.islower() and len(name) > 2 else signs)[name] = _unit(factor, bases)

@@ -389,7 +389,7 @@ class _Child:
             if "error" not in reply or not function.takes_lists or number == setup.retries:
                 break
             del reply["error"]
-            time.sleep(self._pause_s(number))
+            time.sleep(setup.before_retry_s(number) * random.uniform(0.5, 1.0))  # failed together, not made again so
         write_frame(self.replies, reply | {"retries": number})
         self._mark(0)
         if "failure" in reply:
@@ -411,20 +411,8 @@ class _Child:
                 reply |= {"failure": "limit"} if limit.expired() else {"error": _trace(error)[-2000:]}
             if number == setup.retries:
                 break
-            await asyncio.sleep(self._pause_s(number))
+            await asyncio.sleep(setup.before_retry_s(number) * random.uniform(0.5, 1.0))
         write_frame(self.replies, reply)
-
-    def _pause_s(self, number: int) -> float:
-        """Seconds before retry ``number``, shortened by chance so that calls which failed together do not return so."""
-        return self.setup.before_retry_s(number) * random.uniform(0.5, 1.0)
-
-
-def _wait_for(pid: int) -> int:
-    """Return the exit status of the child ``pid``. Meanwhile collect orphans of reward functions that end."""
-    while True:
-        ended, status = os.waitpid(-1, 0)
-        if ended == pid:
-            return status
 
 
 def main() -> None:
@@ -435,11 +423,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop
     try:
         handlers = _handlers(setup)
-    except InputError as error:
-        write_frame(replies, {"fatal": str(error)})
-        return
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's module may raise anything; the pool reports it
-        write_frame(replies, {"fatal": f"a reward function could not be loaded:\n{_trace(error)[-4000:]}"})
+        traced = f"a reward function could not be loaded:\n{_trace(error)[-4000:]}"
+        write_frame(replies, {"fatal": str(error) if isinstance(error, InputError) else traced})
         return
     busy = mmap.mmap(-1, 8)  # id of the current task, in shared memory because a killed child cannot report it
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # `end_descendants` then finds processes whose own parent died
@@ -451,7 +437,9 @@ def main() -> None:
         if pid == 0:
             _Child(requests, replies, busy, handlers, setup).serve()
             os._exit(0)
-        status = _wait_for(pid)
+        ended = 0
+        while ended != pid:  # others that end are orphans of reward functions
+            ended, status = os.waitpid(-1, 0)
         end_descendants(os.getpid(), reap=True)  # end the processes that the task started
         if os.waitstatus_to_exitcode(status) == 0:
             return

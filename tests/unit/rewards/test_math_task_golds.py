@@ -7,8 +7,7 @@ import logging
 import pytest
 
 from megatron_rl.config.data import RewardConfig
-from megatron_rl.rewards.golds import respellings
-from megatron_rl.rewards.math_task import math_reward
+from megatron_rl.rewards.math_task import math_reward, respellings
 from megatron_rl.rewards.rewarder import Rewarder
 from megatron_rl.types import Prompt
 
