@@ -27,7 +27,7 @@ _MP.prec = 400
 _MAX_MAGNITUDE = 1 << 14  # largest number of bits before the binary point of an intermediate value
 _AGREE = _MP.mpf(10) ** -60  # relative difference of equal values
 _ZERO = _MP.mpf(10) ** -90
-_STEPS = frozenset(["floor", "ceil", "sign", "gcd", "lcm", "sum", "prod"])
+_STEPS = frozenset(["floor", "ceil", "sign", "sum", "prod"])
 _WHOLE, _HALVES = (1, 2, 3, 6, 4, 5), (0.5, -2, -1.5, 3, 0, 2.5)
 _FIRST, _DRAWS = 8, 90  # points that are drawn, and at most where an expression has few values
 _ENDS = (Fraction(2, 9), Fraction(3, 7), Fraction(7, 11), Fraction(12, 13))  # where integrands are compared
@@ -153,9 +153,7 @@ def _values_at(
         values = evaluator.value(one), evaluator.value(other)
     except _NoValue:
         return None
-    if not complex_too and any(_imaginary(value) for value in values):
-        return None
-    return values
+    return values if complex_too or not any(map(_imaginary, values)) else None
 
 
 def _imaginary(value: Value) -> bool:
@@ -246,16 +244,11 @@ class _Evaluator:
                 for k, arg in enumerate(args)
             )
             return _MP.fsum(shares) + _MP.mpf(seed % 89 + 1) / 97
-        result = exact(node)
-        if result is None:
-            raise _NoValue
-        return _MP.mpf(result.numerator) / result.denominator
+        raise _NoValue
 
     def _over_range(self, node: Node) -> Value:
         """Return a short sum or product; else a number that two expressions share only if their terms agree."""
-        low, high = (
-            _MP.inf if end.kind == "constant" and end.value == "infinity" else self.value(end) for end in node.args[:2]
-        )
+        low, high = (_MP.inf if end.value == "infinity" else self.value(end) for end in node.args[:2])
         bound = f"bound {max((part.value for part in walk(node.args[2]) if part.kind == 'bound'), default=0)}"
 
         def term(at: Value) -> Value:

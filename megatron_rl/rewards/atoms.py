@@ -22,7 +22,7 @@ _ACCENTS = frozenset(words(
 ))  # fmt: skip
 _GREEK = frozenset(words(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega "
-    "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar aleph partial nabla star"
+    "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar aleph partial nabla star complement"
 ))  # fmt: skip
 _ENVIRONMENTS = frozenset(words(
     "aligned align gathered gather split eqnarray multline cases array matrix pmatrix bmatrix Bmatrix smallmatrix "
@@ -247,7 +247,7 @@ class AtomParser(UnitCursor):
 
     def _bars(self, closing: str) -> Node:
         self._context = "bars" if closing == "|" else ""
-        inside = self._sum()
+        inside = self._side()
         self._expect(closing)
         return Node("call", (inside,), {r"\rfloor": "floor", r"\rceil": "ceil"}.get(closing, "abs"))
 

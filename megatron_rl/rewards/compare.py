@@ -22,6 +22,7 @@ from megatron_rl.rewards.tree import Algebra, Node, exact, is_unfinished, negati
 
 _NO_SCALARS = frozenset(["list", "tuple", "set", "matrix", "relation", "domain", "empty"])
 _ONE_IN_BRACES = re.compile(r"([\^_]) \{ (\S+) \}")  # `x^{4}` is `x^4`
+_PI = Node("constant", value="pi")
 _ORDER = ("<", ">", "<=", ">=")
 
 
@@ -37,7 +38,7 @@ def spelling(text: str) -> str:
 def same(candidate: str, gold: str, algebra: Algebra, accept_unevaluated: bool = False) -> bool:
     r"""Return whether ``candidate`` means the same as ``gold``. Raises only what ``algebra`` raises.
 
-    A number too large to be written down equals only its own spelling.
+    Numbers too large to be written down, such as 2024!, are compared by their remainders.
     ``accept_unevaluated``: also accept an answer with a computation left to do, such as ``12\cdot 34`` for 408.
     """
     if not spelling(candidate) or not spelling(gold):
@@ -47,7 +48,7 @@ def same(candidate: str, gold: str, algebra: Algebra, accept_unevaluated: bool =
     comparison = _Comparison(algebra, accept_unevaluated)
     for ours in readings(candidate):
         for theirs in readings(gold):
-            with suppress(tree.TooLarge):
+            with suppress(tree.TooLarge, ValueError):
                 if comparison.equal(ours, theirs):
                     return True
     return False
@@ -86,7 +87,11 @@ class _Comparison:
         for some, rule in self._rules:
             if ours.kind in some or theirs.kind in some:
                 return rule(self, ours, theirs)
-        return self._same_value(ours, theirs)
+        try:
+            return self._same_value(ours, theirs)
+        except tree.TooLarge:
+            done = tree.exact_or_none(theirs) is not None and not is_unfinished(theirs)
+            return (self._accept_unevaluated or not done) and tree.remainder(ours) == tree.remainder(theirs)
 
     # Kinds that are compared as written.
 
@@ -121,7 +126,7 @@ class _Comparison:
             return not any(node.kind in DESCRIBE_SETS | _NO_SCALARS for node in sides) and self.equal(*sides)
         if kinds[0] in ("difference", "builder"):
             return self._in_order(ours.args, theirs.args)
-        if theirs.value != "and" and any(map(forms.is_word, theirs.args)):
+        if theirs.value is None and any(map(forms.is_word, theirs.args)):
             return self._in_order(ours.args, theirs.args)  # words in a row may be an order
         return self._any_order(ours.args, theirs.args)
 
@@ -136,9 +141,8 @@ class _Comparison:
         if ours.kind != theirs.kind:
             ratio = ours if ours.kind == "ratio" else theirs
             quotients = (Node("div", node.args) if node is ratio else node for node in (ours, theirs))
-            return (
-                len(ratio.args) == 2 and not ratio.value and not forms.is_time(ratio) and self._same_number(*quotients)
-            )
+            is_number = len(ratio.args) == 2 and not ratio.value and not forms.is_time(ratio)
+            return is_number and self._same_number(*quotients)
         if ours.value or theirs.value:
             return forms.minutes(ours) is not None and forms.minutes(ours) == forms.minutes(theirs)
         if len(ours.args) != len(theirs.args):
@@ -171,21 +175,20 @@ class _Comparison:
         """Compare ``a+k\\pi, k\\in\\mathbb{Z}`` with its like, or with an expression with a name such as n."""
         if "list" in (ours.kind, theirs.kind):
             return ours.kind == theirs.kind and self._any_order(ours.args, theirs.args)
-        sides = []
-        for node in (ours, theirs):
-            value, parameter = (node.args[0], node.value) if node.kind == "family" else (node, "")
-            if value.kind == "relation" and value.value == ("=",) and forms.names_something(value.args[0]):
-                value = value.args[1]
-            if not parameter:
-                own = {part.value for part in walk(value) if part.kind == "name"} & set("kmnlj")
-                parameter = own.pop() if len(own) == 1 and value.kind not in _NO_SCALARS else ""
-            sides += [value, parameter]
-        if not all(sides):
+        domains = [node.args[1] for node in (ours, theirs) if node.kind == "family"]
+        if len(domains) == 2 and not self.equal(*domains):
             return False
-        value, parameter, their_value, theirs = sides
-        old, new = Node("name", value=parameter), Node("name", value=theirs)
-        shifted = [Node("add", (k, number(shift))) for k in (new, negative(new)) for shift in (0, 1, -1, 2, -2)]
-        return any(self._algebra.equal(tree.replaced(value, old, k), their_value) for k in shifted)
+        value, their_value = forms.without_head(*(n.args[0] if n.kind == "family" else n for n in (ours, theirs)))
+        own = [{node.value} if node.kind == "family" else tree.names_in(node) & set("kmnlj") for node in (ours, theirs)]
+        if [len(names) for names in own] != [1, 1]:
+            return False
+        old, new = (Node("name", value=name) for names in own for name in names)
+        shifts = (0, 1, -1, 2, -2) if all(domain.value == "Z" for domain in domains) else ()
+        shifted = [new, *(Node("add", (k, number(shift))) for k in (new, negative(new)) for shift in shifts)]
+        shapes = [(node.kind, node.value, len(node.args)) for node in (value, their_value)]
+        is_row = shapes[0] == shapes[1] and value.kind in ("tuple", "relation")
+        pairs = list(zip(value.args, their_value.args)) if is_row else [(value, their_value)]
+        return any(all(self._algebra.equal(tree.replaced(one, old, k), two) for one, two in pairs) for k in shifted)
 
     def _same_congruence(self, ours: Node, theirs: Node) -> bool:
         if ours.kind != theirs.kind or not self.equal(ours.args[-1], theirs.args[-1]):
@@ -226,9 +229,11 @@ class _Comparison:
         if node.kind != "relation" or len(node.args) < 3 or set(node.value) != {"="}:
             return node
         first, *middle, last = node.args
-        if not all(forms.DOTS in walk(side) or self._loosely_equal(side, last) for side in middle):
+        # a side in other letters is a formula for the last: `a^2+b^2=(a+b)^2-2ab=25`
+        if not all(tree.names_in(side) - tree.names_in(last) or self._loosely_equal(side, last) for side in middle):
             return node
-        return Node("relation", (first, last), ("=",))
+        is_formula = not forms.names_something(first) and tree.names_in(first) and self._loosely_equal(middle[0], first)
+        return Node("relation", (forms.DOTS if is_formula else first, last), ("=",))
 
     def _loosely_equal(self, ours: Node, theirs: Node) -> bool:
         """Whether two sides are equal, whatever ``ours`` leaves to compute."""
@@ -296,8 +301,7 @@ class _Comparison:
         if self._same_number(ours, theirs):
             return True
         plain_number = theirs if our_unit else ours  # 60° is \pi/3
-        has_pi = Node("constant", value="pi") in walk(plain_number)
-        return units.DEGREE in found and has_pi and self._same_number(*radians)
+        return units.DEGREE in found and _PI in walk(plain_number) and self._same_number(*radians)
 
     def _same_number(self, ours: Node, theirs: Node, factor: Fraction = Fraction(1)) -> bool:
         """Whether two scalars are equal; ``factor``: of our unit in terms of theirs."""
@@ -328,9 +332,9 @@ class _Comparison:
                 return our_value == their_value
             return tree.rounds_to(their_value, decimals[0]) or tree.rounds_to(our_value, decimals[1])
         if tree.names_in(ours) or tree.names_in(theirs):
-            return any(self._algebra.equal(*pair) for pair in forms.up_to_constants(ours, theirs)) or (
-                forms.is_periodic(ours) and forms.is_periodic(theirs) and self._same_family(ours, theirs)
-            )
+            if any(self._algebra.equal(*pair) for pair in forms.up_to_constants(ours, theirs)):
+                return True
+            return all(_PI in walk(node) for node in (ours, theirs)) and self._same_family(ours, theirs)
         if our_value is not None or their_value is not None:  # the other has roots, functions or constants in it
             rational, other = (ours, theirs) if their_value is None else (theirs, ours)
             written = tree.plain(rational)

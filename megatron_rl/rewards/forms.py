@@ -43,15 +43,17 @@ def _membership(node: Node) -> Node:
         return node if any(part.value in _VERDICTS for part in node.args[1:]) else node.args[0]
     if node.kind == "builder" and node.args[0].kind in ("add", "mul", "div"):
         return Node("list", node.args)
-    if node.kind == "builder" and node.args[1].kind == "list":
+    if node.kind == "builder" and node.args[1].kind in ("list", "comma"):
         first, *others = node.args[1].args
-        if first.kind == "relation" and first.value == ("=",) and first.args[0] == node.args[0]:
-            return Node("list", (first.args[1], *others))
+        is_value = first.value == ("=",) and first.args[0] == node.args[0]
+        if is_value or all(item.value == ("∈",) and item.args[0] != node.args[0] for item in others):
+            return Node("list", (first.args[1] if is_value else first, *others))
     if node.kind == "relation" and node.value == ("∈",) and names_something(node.args[0]):
         return node.args[1]
     if node.kind == "mul" and node.args[1].kind == "tuple" and str(node.args[0].value).isupper():
         return node.args[1]
-    return node
+    is_point = is_unknown(node) and node.value[0].isupper() and len(node.args) > 1  # `F(0,1)`
+    return Node("tuple", node.args, "()") if is_point else node
 
 
 def _without_dots(node: Node) -> Node:
@@ -75,15 +77,28 @@ def _without_dots(node: Node) -> Node:
 
 def _family(node: Node) -> Node:
     """A list of values and ``k \\in \\mathbb{Z}`` as the values for all k."""
-    if node.kind != "list":
+    if node.kind != "list" and not (node.kind == "comma" and len(names_in(node)) == 2):
         return node
     whole = [item for item in node.args if item.value == ("∈",) and item.args[1].kind == "domain"]
-    names = [item.args[0] for item in whole if item.args[1].value[0] in "ZN"]
+    names = [item.args for item in whole if item.args[1].value[0] in "ZN"]
     values = [item for item in node.args if item not in whole]
     if len(names) != 1 or not values:
         return node
-    families = tuple(Node("family", (item,), names[0].value) if names[0] in walk(item) else item for item in values)
+    name, domain = names[0]
+    families = tuple(Node("family", (item, domain), name.value) if name in walk(item) else item for item in values)
     return families[0] if len(families) == 1 else Node("list", families)
+
+
+def without_head(*values: Node) -> Iterator[Node]:
+    """Yield values of families: ``a<x<b`` and ``x\\in(a,b)`` as intervals, and without ``x=`` if only one has it."""
+    heads = [value.value == ("=",) and names_something(value.args[0]) for value in values]
+    for value, has_head in zip(values, heads):
+        if value.value == ("∈",) or (has_head and not all(heads)):
+            yield value.args[1]
+        elif value.kind == "relation" and len(value.args) == 3 and set(value.value) <= {"<", "<="}:
+            yield Node("tuple", value.args[::2], "(["[value.value[0] == "<="] + ")]"[value.value[1] == "<="])
+        else:
+            yield value
 
 
 def given_values(items: Sequence[Node], other: Node) -> Sequence[Node]:
@@ -199,12 +214,16 @@ def names_something(node: Node) -> bool:
         return True  # `P(X>1)`, `A(3)`
     if kind == "add":  # `a-b`
         args = (args[0], *(arg.args[0] if arg.kind == "neg" else arg for arg in args[1:]))
-    return kind in ("add", "mul", "div", "tuple", "root", "ratio") and all(map(names_something, args))
+    joins = ("add", "mul", "div", "tuple", "root", "ratio", "union", "intersection", "difference")
+    return kind in joins and all(map(names_something, args))
 
 
 def spelled(node: Node) -> str:
-    """The word that ``node`` is, or the letters of a product in their order; "" for others."""
+    """The word that ``node`` is, the letters of a product, or of choices (``B and C``), in their order; else ""."""
     letters = []
+    if node.kind == "list" and node.value != "or":
+        letters = [item.value if item.kind in ("name", "word") else "" for item in node.args]
+        return "".join(letters) if letters == sorted(set("ABCDEFGHIJ").intersection(letters)) else ""
     while node.kind == "mul":
         letters.append(str(node.args[1].value) if node.args[1].kind in ("name", "constant") else "")
         node = node.args[0]
@@ -216,12 +235,6 @@ def is_word(node: Node) -> bool:
     """Whether ``node`` is a word, or letters in italics that may be one or the name of a figure: `odd`, `CAB`."""
     text = spelled(node)
     return node.kind == "word" or (bool(text) and (not text.islower() or (len(text) > 2 and bool(_VOWELS & set(text)))))
-
-
-def is_periodic(node: Node) -> bool:
-    """Whether ``node`` may be values for all whole numbers, such as ``\\frac{\\pi}{2}+n\\pi``."""
-    names = names_in(node)
-    return len(names) == 1 and names <= set("kmnlj") and Node("constant", value="pi") in walk(node)
 
 
 def without_condition(node: Node, other: Node) -> Node:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import lru_cache, reduce
 from itertools import pairwise
 
-from megatron_rl.rewards import units
+from megatron_rl.rewards import tree, units
 from megatron_rl.rewards.atoms import RELATIONS, AtomParser
 from megatron_rl.rewards.forms import split_unit
 from megatron_rl.rewards.latex import Token, Unread, join_thousands, tokenize, words
@@ -77,7 +77,7 @@ class Parser(AtomParser):
             raise Unread("a formula of logic")
         if separators <= {"and", ","} and all(_is_part(*pair) for pair in pairwise(items)):
             return reduce(_with_part, items)
-        return Node("list", tuple(items), None if separators == {","} else "and")
+        return Node("list", tuple(items), next((word for word in ("or", "and") if word in separators), None))
 
     def _item(self) -> Node:
         """Read a relation, congruence, ratio or value."""
@@ -202,7 +202,11 @@ class Parser(AtomParser):
         )
 
     def _power(self) -> Node:
-        node = self._atom()
+        start, node = self._position, self._atom()
+        if self._text_at() == "_" and tree.names_in(node):  # `(xy)_{\\max}`
+            self._position += 1
+            spelled = "".join(token.text for token in self._tokens[start : self._position])
+            node = Node("name", value=spelled + self._spelled_argument())
         while self._text_at() in _BEHIND:
             if self._take("^"):
                 node = Node("pow", (node, self._exponent()))

@@ -75,8 +75,9 @@ _INDEX = {"√": "", "∛": "[3]", "∜": "[4]"}
 _CHINESE_WORDS = synonyms(
     "平方→square 立方→cubic 公里,千米→km 厘米,公分→cm 毫米→mm 米→m 分米→dm 千克,公斤→kg 克→g 毫克→mg 吨→tonnes 升→L "
     "毫升→mL 小时,时→hours 分钟→minutes 秒→seconds 天,日→days 周,星期→weeks 月,个月→months 年,岁→years "
-    "元,块,块钱,人民币→yuan ¢→cents 度→degrees 人,个人→people 每→per 或,或者→or 和,且,与→and "
-    "个,只,件,张,本,种,次,条,辆,棵,支,枚,颗,位,名→units 是,对,正确→yes 否,不是,错,错误→no "
+    "万→myriad 亿→hundredmillion 千→thousand 百→hundred 元,块,块钱,人民币→yuan ¢→cents "
+    "度→degrees 人,个人→people 每→per 或,或者→or 和,且,与→and "
+    "点→point 个,只,件,张,本,种,次,条,辆,棵,支,枚,颗,位,名→units 是,对,正确→yes 否,不是,错,错误→no "
     "无解,空集,没有解,无实数解→none"
 )
 _UNICODE = _rules(
@@ -189,7 +190,7 @@ def _periodic(match: re.Match[str]) -> str:
     return f"{whole}.{places[: len(places) - len(period[0])]}({next(filter(None, period.groups()))})"
 
 
-_SIGN = re.compile(r"[\\^{!._U]")  # without any of these no rule of `_REWRITTEN` applies
+_SIGN = re.compile(r"[\\^{!._U∈]")  # without any of these no rule of `_REWRITTEN` applies
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][A-Za-z.]")  # not a command
 _TEXT = r"\s*(?:\\text\s*\{)?\s*"
 _UPRIGHT = r"(?:\\(?:mathrm|text)\s*\{)?"
@@ -218,10 +219,14 @@ _REWRITTEN = _rules(
     (r"\{:\}", ":"),
     (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", "*"),
     (r"(?<=[\])])\s*U\s*(?=[\[(])", r"\\cup "),
-    (r"(?:,|\s|\\q?quad|\\[ ,;])*\(\s*([a-z]\s*(?:\\in|∈)\s*\\[ZN]\s*)\)\s*\$?$", r", \1"),
-    (rf"(?:\{{\s*\}})?[\^_]\{{?(\d+)\}}?\s*{_UPRIGHT}C\}}?_\{{?(\d+)\}}?"  # `^5C_2`, `C_5^2`
-     rf"|{_UPRIGHT}C\}}?_\{{?(\d+)\}}?\^\{{?(\d+)\}}?",
-     lambda match: rf"\binom{{{match[1] or match[3]}}}{{{match[2] or match[4]}}}"),
+    (r"(\\in|∈)\s*([NZQR])(?![A-Za-z]|_\w)", r"\1\\\2 "),
+    (r"(?<=[NZQR])\s*([*+])(?=\s*(?:[),}$]|\\right|$))", r"^\1"),  # `N*`
+    (r"(?:,|\s|\\q?quad|\\[ ,;])*(?:\\left)?\(\s*([a-z]\s*(?:\\in|∈|(?<=[\d)}\s]\([a-z])(?:[<>]=?|\\[gln]eq?))(?![a-z])"
+     r"[^()]*?)(?:\\right)?\)\s*\$?$", r", \1"),
+    (r"([A-Za-z]\}?)\^(\d|\{\w+\})_(\w|\{\w+\})", r"\1_\3^\2"),
+    (rf"(?:\{{\s*\}}|(?<![\w}}]))[\^_]\{{?(\d+)\}}?\s*{_UPRIGHT}([CAP])\}}?_\{{?(\d+)\}}?", r"\2_{\1}^{\3}"),  # `^5C_2`
+    (rf"{_UPRIGHT}C\}}?_\{{?(\d+|n)\}}?\^\{{?(\d+)\}}?", r"\\binom{\1}{\2}"),
+    (rf"{_UPRIGHT}[AP]\}}?_\{{?(\d+|n)\}}?\^\{{?(\d+)\}}?", r"\\frac{\1!}{(\1-\2)!}"),
 )  # fmt: skip
 _REWRITTEN_WORDS = _rules(  # after these; they change nothing in a text without words
     (r"(?<=\d)(?:[\s~]|\\[ ,;:]|\\q?quad)*(\\(?:text|mathrm)\s*\{[\s~]*)?"
@@ -251,7 +256,7 @@ _REWRITTEN_WORDS = _rules(  # after these; they change nothing in a text without
 # Words and signs that say nothing, in front of an answer and behind it; `about 6` is not 6, `about 12.6` is 12.6.
 _VAGUE = ("about", "approximately", "roughly", "approx")
 _BEFORE = frozenset((*_VAGUE, *words(
-    r"≈ = : exactly precisely just final answer ans is option choice result \therefore \implies \rightarrow "
+    r"≈ = : exactly precisely just final answer ans is option choice result point \therefore \implies \rightarrow "
     r"\Rightarrow \to \sim"
 )))  # fmt: skip
 _BEHIND = frozenset([*".,;:", r"\\", "only", "exactly", "inclusive"])

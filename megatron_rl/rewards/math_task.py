@@ -51,13 +51,15 @@ _NAME_BEFORE = re.compile(rf"(?<![A-Za-z\\]){_NAME}$")
 _ANSWER_MARK = re.compile(
     r"(?:\b(?:answers?|results?)\b[*_]{0,2}(?: (?:to|for|of) [^.\n:=$]{0,80}?)?|\b(?:option|choice)\b)[ \t]{0,4}"
     r"(?:\b(?:is|are|equals|(?:should|must|will|would) be)\b(?: (?:therefore|thus|hence|then|simply)\b)?|:|=)"
-    r"[*_]{0,2}[ \t]{0,4}:?|^[#*_ \t]{0,9}(?:the )?(?:final )?answers?[*_:. \t]{0,9}\n",
+    r"[*_]{0,2}[ \t]{0,4}:?"
+    r"|(?:答案|结果|选项)(?:应?[为是]|[】*]{0,3}[:：]|】)[:：*]{0,3}|(?:故|应|因此|所以)选择?[:：]?"
+    r"|^[#*_ \t]{0,9}(?:the )?(?:final )?answers?[*_:. \t]{0,9}\n",
     re.IGNORECASE | re.MULTILINE,
 )
 _CONCLUSION = re.compile(r"\b(?:therefore|thus|hence|so)\b[^.\n]{0,200}?\b(?:is|are|equals)\b:?\s*", re.IGNORECASE)
 _BOLD_END = re.compile(r"\*\*([^*\n]{1,200})\*\*(?:[.!\s]*| (?!is\b|are\b)[a-z][^*\n=]{0,80})\Z")
 _MARKDOWN = re.compile(r"(\*\*|`|__)([^*`]+)\1[.:]?")
-_SENTENCE_END = re.compile(r"(?<!\\)[.!?](?=\s|$)")
+_SENTENCE_END = re.compile(r"(?<!\\)[.!?](?=\s|$)|[。！．]")
 _MATH = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))  # opening and closing of a formula
 _WORDS = re.compile(r"[A-Za-z ]{0,80}")
 _CLAUSE = re.compile(r"(?:,?\s+|^)(?:which|because|since|so|where|when|by|as|that|thus|hence|in total)\b|,\s+not\b")
@@ -185,10 +187,7 @@ def gold_answer(gold: str) -> str:
     """
     if _DOUBLED.search(gold) and not _SINGLE.search(gold):
         gold = gold.replace("\\\\", "\\")
-    boxed = boxed_answer(gold)
-    if boxed:
-        return boxed
-    return gold[gold.rfind("####") + 4 :].strip() if "####" in gold else gold.strip()
+    return boxed_answer(gold) or gold.rpartition("####")[2].strip()
 
 
 def math_verdict(response: str, gold: str, accept_unevaluated: bool = False) -> float | MathTask:

@@ -20,8 +20,6 @@ _BASED = re.compile(
     r"(- )?(\( )?((?=[A-Z ]*\d)[0-9A-Z]++(?: [0-9A-Z]++)*?) (?(2)\) )(?:IN )?"
     r"[{( ]*(?:_|BASE) [{( ]*(?:BASE )?(\w+)[ })]*"
 )
-
-
 _MONTHS = words("january february march april may june july august september october november december")
 _BY_ABBREVIATION = {month[:3]: month for month in _MONTHS}
 _DAYS = re.compile(r"\d+|st|nd|rd|th|of|the")

@@ -31,8 +31,6 @@ _GRACE_S = 10.0  # time beyond the worker's own wall limit until its process is 
 _MOST_REPLY_BYTES = 1 << 20  # a number, or the end of a traceback
 _PROGRAM = "from megatron_rl.rewards.worker import main; main()"
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-
-
 Task = Mapping[str, Any]
 
 
@@ -122,14 +120,10 @@ class WorkerPool(contextlib.AbstractContextManager):
         paths = [_PACKAGE_ROOT, *(path for path in sys.path if path)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         environment.setdefault("MALLOC_ARENA_MAX", "2")  # a thread's arena would count 64 MiB against the memory limit
-        process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, json.dumps(asdict(self._setup))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=environment,
-            start_new_session=True,  # one signal then ends a worker together with its child
-        )
+        command = [sys.executable, "-c", _PROGRAM, json.dumps(asdict(self._setup))]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+        # one signal ends a worker together with its child: they are a session of their own
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         requests, replies = (pipe.fileno() for pipe in (process.stdin, process.stdout) if pipe is not None)
         os.set_blocking(requests, False)
         return _Worker(process, requests, replies, share, time.monotonic() + _START_S)
@@ -260,9 +254,8 @@ class WorkerPool(contextlib.AbstractContextManager):
     def _lose(self, worker: _Worker, selector: selectors.BaseSelector, failure: Literal["limit", "crash"]) -> None:
         """End ``worker``, which died or is over time. A task that was not alone on it is computed once more."""
         if not worker.ready:
-            raise RuntimeError(
-                f"a reward worker did not start (exit status {worker.process.poll()}); its messages are on stderr"
-            )
+            status = worker.process.poll()
+            raise RuntimeError(f"a reward worker did not start (exit status {status}); its messages are on stderr")
         now, calls, lost = time.monotonic(), list(worker.calls.values()), []
         worker.calls = {}
         for call in calls:

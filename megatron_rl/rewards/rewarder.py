@@ -21,6 +21,7 @@ from megatron_rl.errors import Fault, InputError, shown
 from megatron_rl.process.user_functions import check_function
 from megatron_rl.rewards.math_task import THINKING, math_verdict, respellings
 from megatron_rl.rewards.pool import Outcome, WorkerPool
+from megatron_rl.rewards.worker import VERL_ARGUMENTS
 from megatron_rl.types import Group, Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -135,10 +136,8 @@ def check_reward(config: RewardConfig, max_response_length: int, sources: Iterab
         )
     missing = sorted(set(sources) - set(config.by_source)) if config.name == "by_source" else []
     if missing:
-        raise InputError(
-            f"reward.by_source: no entry for data source {', '.join(map(repr, missing))}; "
-            f"it has {sorted(config.by_source)}"
-        )
+        named = ", ".join(map(repr, missing))
+        raise InputError(f"reward.by_source: no entry for data source {named}; it has {sorted(config.by_source)}")
 
 
 def _names(config: RewardConfig) -> list[str]:
@@ -243,9 +242,8 @@ class Rewarder(AbstractContextManager):
             raise RewardFault(f"reward {name}: {error}") from error
         if outcome.failure and outcome.failure != "unjudged":
             failure = Failure(outcome.failure, 1, prompt.id, response, outcome.detail)
-            raise InputError(
-                f"reward {name}: {failure.text}\na reward function must return a number for every response"
-            )
+            rule = "a reward function must return a number for every response"
+            raise InputError(f"reward {name}: {failure.text}\n{rule}")
         return Trial(prompt, response, outcome.value)
 
     def _name_of(self, prompt: Prompt) -> str:
@@ -260,12 +258,9 @@ class Rewarder(AbstractContextManager):
     def _outcomes(self, rollouts: Sequence[tuple[Prompt, Rollout]]) -> list[Outcome]:
         """Score ``rollouts``. Where a built-in reward fails, the text is at fault: the outcome is "unjudged"."""
         outcomes = self._settle([self._verdict(prompt, rollout) for prompt, rollout in rollouts])
-        return [
-            replace(outcome, failure="unjudged")
-            if outcome.failure in ("error", "limit") and ":" not in self._name_of(prompt)
-            else outcome
-            for (prompt, _), outcome in zip(rollouts, outcomes, strict=True)
-        ]
+        built_in = [":" not in self._name_of(prompt) for prompt, _ in rollouts]
+        at_fault = [o.failure in ("error", "limit") and own for o, own in zip(outcomes, built_in, strict=True)]
+        return [replace(o, failure="unjudged") if fault else o for o, fault in zip(outcomes, at_fault)]
 
     def _verdict(self, prompt: Prompt, rollout: Rollout) -> float | Task | Outcome | Future[Outcome]:
         """Return the reward, or the task for a worker that computes it, or its future where `begin` sent the task."""
@@ -285,12 +280,8 @@ class Rewarder(AbstractContextManager):
 
     def _settle(self, verdicts: Sequence[float | Task | Outcome | Future[Outcome]]) -> list[Outcome]:
         """Compute remaining tasks in workers, equal tasks of mathematics once, and return all outcomes."""
-        keys = [
-            (verdict["candidate"], verdict["gold"])
-            if isinstance(verdict, dict) and verdict["kind"] == "math"
-            else place
-            for place, verdict in enumerate(verdicts)
-        ]
+        is_math = [isinstance(verdict, dict) and verdict["kind"] == "math" for verdict in verdicts]
+        keys = [(v["candidate"], v["gold"]) if known else k for k, (v, known) in enumerate(zip(verdicts, is_math))]
         tasks = {key: verdict for key, verdict in zip(keys, verdicts) if isinstance(verdict, dict)}
         if tasks and self._pool is None:
             raise RuntimeError("this Rewarder is closed")
@@ -301,11 +292,8 @@ class Rewarder(AbstractContextManager):
 
     def _shape(self, rollout: Rollout) -> None:
         rollout.reward = rollout.raw_reward
-        overlong = self._config.overlong
-        if overlong:
-            rollout.reward += overlong_penalty(
-                rollout.length, self._max_response_length, overlong.buffer, overlong.penalty
-            )
+        if (long := self._config.overlong) is not None:
+            rollout.reward += overlong_penalty(rollout.length, self._max_response_length, long.buffer, long.penalty)
         if self._config.mask_truncated and rollout.truncated:
             rollout.masked = True
 
@@ -321,13 +309,8 @@ class Rewarder(AbstractContextManager):
 
 def _task(name: str, prompt: Prompt, rollout: Rollout) -> Task:
     """Return the task of a worker that calls the function ``name``."""
-    return {
-        "kind": name,
-        "data_source": prompt.data_source,
-        "solution_str": rollout.text,
-        "ground_truth": prompt.answer,
-        "extra_info": prompt.extra,
-    }
+    values = (prompt.data_source, rollout.text, prompt.answer, prompt.extra)
+    return {"kind": name, **dict(zip(VERL_ARGUMENTS, values, strict=True))}
 
 
 def _scores(rollouts: Sequence[tuple[Prompt, Rollout]], outcomes: Sequence[Outcome]) -> Scores:

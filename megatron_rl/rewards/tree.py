@@ -31,8 +31,7 @@ class Node:
     Sets of numbers: ``domain`` (R, Z, …), ``empty``, ``union``, ``intersection``, ``difference``, ``builder``.
     Statements: ``relation`` (its signs), ``congruence`` (left side or none, right side, modulus).
     As written: ``word`` (its letters; args: the product that the same letters may be), ``based`` (digits, base),
-    ``ratio``, ``option`` (letter; args: what stands
-    behind it).
+    ``ratio``, ``option`` (letter; args: what stands behind it).
     """
 
     kind: str
@@ -153,6 +152,28 @@ def exact_or_none(node: Node) -> Fraction | None:
         return None
 
 
+_MODULUS = (2**255 - 19) * (2**448 - 2**224 - 1)  # of two primes
+
+
+def remainder(node: Node) -> int:
+    """Return what is left of a rational number of any size modulo `_MODULUS`. Raises ValueError for other nodes."""
+    kind = node.value if node.kind == "call" else node.kind
+    if kind in ("pow", "factorial"):
+        count = exact_or_none(node.args[-1])
+        if count is None or count.denominator != 1 or count.numerator.bit_length() > (64 if kind == "pow" else 12):
+            raise ValueError(kind)
+        of = math.factorial(count.numerator) if kind == "factorial" else remainder(node.args[0])
+        return pow(of, 1 if kind == "factorial" else count.numerator, _MODULUS)
+    if kind == "number":
+        return node.value.value.numerator * pow(node.value.value.denominator, -1, _MODULUS)
+    args = [remainder(arg) for arg in node.args]
+    if kind == "div":
+        kind, args[1] = "mul", pow(args[1], -1, _MODULUS)
+    if kind not in ("add", "mul", "neg"):
+        raise ValueError(kind)
+    return OPERATIONS[kind](*args) % _MODULUS
+
+
 def computed(node: Node) -> Node:
     """``node`` as a number where it has an exact value."""
     value = exact_or_none(node)
@@ -176,11 +197,8 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
 
 def _root(value: Fraction, index: int) -> Fraction | None:
     """Return the rational root; None if there is none."""
-    if value < 0:
-        root = _root(-value, index) if index % 2 else None
-        return None if root is None else -root
-    parts = [_integer_root(part, index) for part in (value.numerator, value.denominator)]
-    return None if None in parts else Fraction(*parts)
+    parts = [_integer_root(abs(part), index) for part in (value.numerator, value.denominator)]
+    return None if None in parts or (value < 0 and index % 2 == 0) else Fraction(*parts) * (-1 if value < 0 else 1)
 
 
 def _integer_root(value: int, index: int) -> int | None:
@@ -194,18 +212,12 @@ def _integer_root(value: int, index: int) -> int | None:
 
 
 def _whole(function: Callable[..., int]) -> Callable[..., int]:
-    """``function`` of fractions that are whole numbers; ValueError for others."""
-
-    def of(*args: Fraction) -> int:
-        if any(arg.denominator != 1 for arg in args):
-            raise ValueError
-        return function(*(arg.numerator for arg in args))
-
-    return of
+    """``function`` of fractions that are whole numbers; TypeError for others."""
+    return lambda *args: function(*(arg.numerator if arg.denominator == 1 else None for arg in args))
 
 
 def _factorial(count: int) -> int:
-    if count > 1500:
+    if count is not None and count > 1500:
         raise TooLarge
     return math.factorial(count)
 
@@ -268,6 +280,11 @@ def is_unfinished(node: Node) -> bool:
 
 def _leaves_computation(node: Node, whole: Node) -> bool:
     if node.kind == "call":
+        angle = node.args[0].args[0] if node.args[0].kind == "quantity" else node.args[0]
+        if node.value in ("sin", "cos", "tan", "cot"):
+            degrees = exact_or_none(replaced(angle, Node("constant", value="pi"), number(180)))
+            if degrees is not None and degrees % 18 == 0 != degrees % 90:
+                return False  # `\\sin 18^\\circ` and `\\cos\\frac{\\pi}{5}` are long to write with roots
         return not (node.value in _POLAR and _has_i(whole))
     if node.kind == "add":
         values = [exact(arg) for arg in node.args]
@@ -279,4 +296,4 @@ def _leaves_computation(node: Node, whole: Node) -> bool:
         factors = list(_factors(node))
         scientific = len(factors) == 2 and any(f.kind == "pow" and exact(f.args[0]) == 10 for f in factors)
         return (sum(exact(f) is not None for f in factors) > 1 and not scientific) or sum(map(_has_i, factors)) > 1
-    return node.kind == "divide" or (node.kind == "pow" and _has_i(node.args[0]))
+    return node.kind == "divide" or (node.kind == "pow" and node.args[0].args != () and _has_i(node.args[0]))

@@ -98,14 +98,15 @@ CURRENCIES = {sign: _WORD_UNITS[word] for sign, word in zip(
     words("dollar euro gbp yen rupee dollar euro gbp yuan yuan"))}  # fmt: skip
 TEMPERATURES = {"C": _WORD_UNITS["celsius"], "F": _WORD_UNITS["fahrenheit"]}
 COUNT = Unit()
-MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "myriad": 10**4, "million": 10**6,
+               "hundredmillion": 10**8, "billion": 10**9, "trillion": 10**12}  # fmt: skip
 _POWERS = {"squared": 2, "cubed": 3}
 LEADING_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 
 # Words that change or negate the number before them.
-_CHANGING = COMMON_WORDS.union(FUNCTIONS, words(
+_CHANGING = COMMON_WORDS.union(FUNCTIONS, MULTIPLIERS, words(
     "squared cubed modulo divided multiplied into under about almost nearly just maybe wrong incorrect except per "
-    "without percent ten dozen score hundred thousand million billion trillion halves third quarter fourth fifth "
+    "without percent ten score halves third quarter fourth fifth "
     "sixth seventh eighth ninth tenth eleventh twelfth hundredth thousandth millionth unless this thus perhaps "
     "always other versus modulus power square cube factorial does goes mean equal exceed plusminus decimal base"
 ))  # fmt: skip

@@ -1,12 +1,9 @@
 """A reward worker: reads one request at a time and answers it from a child that hard limits may kill.
 
 The process that the pool starts imports its modules once and then only forks. Its child computes. Kernel timers end a
-child that uses too much processor or wall time, in C loops as well as in Python code; a new fork takes a few
-milliseconds. Memory is limited in the same way. Imports are light: a worker that grades mathematics takes about 60 MB,
-most of it shared with its child.
-
-Frames on both pipes are 4 bytes of length and JSON of that length. Data from a process that handled untrusted text is
-never unpickled.
+child that uses too much processor or wall time, in C loops as well as in Python code; a new fork takes milliseconds.
+Memory is limited too. Frames on both pipes are 4 bytes of length and JSON of that length: data from a process that
+handled untrusted text is never unpickled.
 
 A user's function is called as ``f(response, answer)``, or by keyword as ``f(data_source, solution_str, ground_truth,
 extra_info)`` if it has these arguments (verl's convention); with their plurals it takes lists. Calls of an ``async
@@ -45,7 +42,7 @@ from megatron_rl.process.user_functions import load_function
 WALL_PER_CPU = 4.0  # wall seconds per allowed processor second, for tasks that sleep and busy machines
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIMIT_S = 5.0  # for processes that keep starting others
-_VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _LIST_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _LONGEST_RETRY_S = 30.0  # most that a call waits before it is made again
 _MANY = -1  # in the place of the current task: calls of async functions are under way
@@ -145,25 +142,24 @@ class RewardFunction:
     @classmethod
     def of(cls, name: str, function: Callable[..., Any]) -> RewardFunction:
         """Raises InputError if ``function`` takes none of the allowed arguments. ``name`` begins the message."""
-        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004  an object may have an async __call__
-        )
+        called = getattr(function, "__call__", None)  # noqa: B004  an object may have an async __call__
+        is_async = any(map(inspect.iscoroutinefunction, (function, called)))
         try:
             signature = inspect.signature(function)
         except ValueError:  # written in C: its parameters cannot be read
             return cls(function, is_async)
         names = signature.parameters.keys()
         takes_lists = {"responses", "answers"} <= names or {"solution_strs", "ground_truths"} <= names
-        own = _LIST_ARGUMENTS if takes_lists else _VERL_ARGUMENTS
+        own = _LIST_ARGUMENTS if takes_lists else VERL_ARGUMENTS
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-        keywords = tuple(pair for pair in zip(own, _VERL_ARGUMENTS, strict=True) if takes_any or pair[0] in names)
+        keywords = tuple(pair for pair in zip(own, VERL_ARGUMENTS, strict=True) if takes_any or pair[0] in names)
         keywords = keywords if {own[1], own[2]} <= names else ()
         try:
             signature.bind(*([] if keywords else (1, 2)), **dict(keywords))
         except TypeError as error:
             raise InputError(
                 f"reward {name}: takes {signature}, which fits neither f(response, answer) nor "
-                f"f({', '.join(_VERL_ARGUMENTS)}) nor, for lists, f(responses, answers) nor "
+                f"f({', '.join(VERL_ARGUMENTS)}) nor, for lists, f(responses, answers) nor "
                 f"f({', '.join(_LIST_ARGUMENTS)}): {error}"
             ) from error
         return cls(function, is_async, takes_lists, keywords)
