@@ -7,7 +7,7 @@ the comparison.
 The final answer is found by searching strings, in linear time. The search begins after the last ``</think>``, and
 inside the last ``<answer>`` if there is one; a response that ends inside its thinking has no answer. The first rule
 that applies gives the answer: the last ``\boxed{…}`` that is not empty; the text after the last ``####``; the text
-after the last "answer is", "Answer:" or heading "Answer"; what the last sentence gives in bold or behind "so … is"; the
+after the last "answer is", "答案：" or heading "Answer"; what the last sentence gives in bold or behind "so … is"; the
 whole text if it is short. Boxes with only "and", "or", names or punctuation between them are one answer: their list. A
 sign in front of a box belongs to it. A last box that is never closed is no answer, even if there are earlier boxes.
 """
