@@ -103,9 +103,10 @@ def test_own_recipes_extend_shipped_ones_and_come_first(call, tmp_path):
 
 def test_schema_and_patches(call):
     assert "properties" in json.loads(call("schema").stdout)
-    status = call("patch", "status", "--json", "--allow-global")
-    (report,) = json.loads(status.stdout)
-    assert (report["upstream"], status.returncode) == (megatron_core().name, 0 if report["state"] == "applied" else 1)
+    status = call("patch", "status", "--allow-global")
+    head = status.stdout.splitlines()[0]
+    assert head.startswith(f"{megatron_core().name} ")
+    assert status.returncode == (0 if head.endswith(": applied") else 1)
     done = call("patch", "check")
     assert done.returncode == 2
     assert "run it in a checkout" in done.stderr
