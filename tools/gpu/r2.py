@@ -18,7 +18,8 @@ from tools.gpu.run import Problem, Run
 PLANTS = ("patience", "dropped_broadcast", "rounded_weights")
 TIMEOUT_S, TIMEOUT_REHEARSED_S = 12.0, 8.0  # learner.parallel.timeout_minutes
 MARGIN_S, MARGIN_REHEARSED_S = 60.0, 20.0  # from then on, for the end of ranks
-MESSAGE = re.compile(r"(run failed: .*|.*Watchdog caught.*|.*(?:Connection closed|timed out|Timed out).*)")
+# Of the run, or of the transport: closed, reset or late is the system's choice.
+MESSAGE = re.compile(r"(run failed: .*|.*Watchdog caught.*|.*gloo/transport/.*|.*\bDist\w+Error: .*|.*[Tt]imed out.*)")
 LOST = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}
 STALL_S = 15.0
 UPDATES, SERVERS = 3, 2
