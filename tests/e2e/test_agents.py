@@ -69,3 +69,12 @@ def test_a_program_that_has_an_address_and_a_key_is_trained(root):
         assert row["router/replay_coverage"] == 1.0
         assert 1.0 < row["rollout/turns_mean"] <= 2.0
     assert check_masks(root, "agent_program", 1, 1) > 16
+
+
+def test_agents_speak_to_servers_whose_weights_change_meanwhile(tmp_path):
+    """The next batch is sampled while the learner works: conversations go on with newer weights."""
+    settings = ["rollout.engine=vllm_server", "rollout.servers={launch: 2}", "rollout.max_staleness=1"]
+    settings += ["rollout.in_flight={mode: keep}", "batch.prompts=4"]
+    rows = trained(tmp_path, "agent", 3, *settings)
+    assert all(row["router/replay_coverage"] == 1.0 and row["rollout/turns_mean"] > 1.0 for row in rows)
+    assert check_masks(tmp_path, "agent", 1, 2) > 0
