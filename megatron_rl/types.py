@@ -14,6 +14,8 @@ import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
 MAX_LOGPROB = 1e-4  # above this a log-prob cannot be rounding: probabilities do not exceed one
+SET_ARRAYS = {"kept_tokens": np.int32, "head_tokens": np.int32, "head_logprobs": np.float32}
+"""Fields of `Rollout` [R, C or k] about some of the tokens at each place, and their dtypes."""
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 

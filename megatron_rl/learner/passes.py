@@ -34,7 +34,7 @@ from megatron_rl.learner.process_groups import replica_group
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
 from megatron_rl.process.ranks import Shape, gather_objects, hand_on, send, together, world_rank
 from megatron_rl.routing import RouteError
-from megatron_rl.types import Batch, Rollout
+from megatron_rl.types import SET_ARRAYS, Batch, Rollout
 
 LOGPROBS = np.dtype(np.float32)
 
@@ -82,9 +82,6 @@ class _Field:
 _TOKENS = _Field("tokens", np.dtype(np.int32), lambda s: (s.length,))
 
 
-_OF_SETS = (("kept_tokens", np.int32), ("head_tokens", np.int32), ("head_logprobs", np.float32))
-
-
 @dataclass(frozen=True)
 class _Contents:
     """What the sequences of a batch have beside tokens, log-probs and versions."""
@@ -101,7 +98,7 @@ class _Contents:
         exact = any(s.exact_logprobs is not None for s in batch.sequences)
         widths = tuple(
             max((array.shape[1] for s in batch.sequences if (array := getattr(s, name)) is not None), default=0)
-            for name, _ in _OF_SETS
+            for name in SET_ARRAYS
         )
         about = gather_objects((None if routes is None else (routes.dtype.str, *routes.shape[1:]), exact, widths))
         shapes, flags, widths = zip(*about, strict=True)
@@ -126,7 +123,7 @@ class _Contents:
             described.append(_Field("sampled", np.dtype(np.uint8), lambda s: (s.length,), np.dtype(np.bool_)))
         described += [
             _Field(name, np.dtype(dtype), lambda s, width=width: (s.length, width))
-            for (name, dtype), width in zip(_OF_SETS, self.widths, strict=True)
+            for (name, dtype), width in zip(SET_ARRAYS.items(), self.widths, strict=True)
             if width
         ]
         return described if self.routes is None else [*described, *_route_fields(*self.routes)]

@@ -42,14 +42,13 @@ from megatron_rl.errors import InputError, shown
 from megatron_rl.process.host import write_whole
 from megatron_rl.process.ranks import gather_objects, world_rank
 from megatron_rl.process.run_files import UNFIT, read_json
-from megatron_rl.types import MAX_LOGPROB, Batch, Rollout
+from megatron_rl.types import MAX_LOGPROB, SET_ARRAYS, Batch, Rollout
 
 FORMAT_VERSION = 3
 T = TypeVar("T")
 _STEP_FILE = re.compile(r"step_(\d{8,})\.json")
 _LIKE = {"kept": True, "parts": [{"sequences": [0]}], "minibatches": [[0]], "sequences": [{"id": ""}], "metrics": {}}
 _PER_TOKEN = ("inference_logprobs", "old_logprobs", "current_logprobs", "policy_versions")
-_OF_SETS = ("kept_tokens", "head_tokens", "head_logprobs")
 
 
 @dataclass
@@ -203,7 +202,7 @@ def _arrays(sequences: list[Rollout]) -> dict[str, np.ndarray]:
         "cu_seqlens": np.cumsum([0, *(s.whole_length for s in sequences)]),
         "cu_response": np.cumsum([0, *(s.length for s in sequences)]),
     }
-    for name in (*_PER_TOKEN, "loss_mask", *_OF_SETS, "routed_experts"):
+    for name in (*_PER_TOKEN, "loss_mask", *SET_ARRAYS, "routed_experts"):
         values = [getattr(s, name) for s in sequences]
         if all(value is not None for value in values):
             arrays[name] = np.ascontiguousarray(np.concatenate(values))
@@ -278,7 +277,7 @@ def _check_arrays(arrays: dict[str, np.ndarray], abouts: list[dict]) -> None:
     for name, count in due.items():
         if arrays[name].shape != (count,):
             raise ValueError(f"{name} has the shape {arrays[name].shape}, expected ({count},)")
-    for name in (name for name in _OF_SETS if name in arrays):
+    for name in (name for name in SET_ARRAYS if name in arrays):
         if (arrays[name].ndim, len(arrays[name])) != (2, responses[-1]):
             raise ValueError(f"{name} has the shape {arrays[name].shape}, expected ({responses[-1]}, …)")
     if "head_logprobs" in arrays:
@@ -296,7 +295,7 @@ def _sequence(arrays: dict[str, np.ndarray], i: int, about: dict) -> Rollout:
     whole = slice(arrays["cu_seqlens"][i], arrays["cu_seqlens"][i + 1])
     response = slice(arrays["cu_response"][i], arrays["cu_response"][i + 1])
     rows = slice(whole.start - i, whole.stop - i - 1)
-    fields = {name: arrays[name][response] for name in (*_PER_TOKEN, *_OF_SETS) if name in arrays}
+    fields = {name: arrays[name][response] for name in (*_PER_TOKEN, *SET_ARRAYS) if name in arrays}
     if "routed_experts" in arrays:
         fields["routed_experts"] = arrays["routed_experts"][rows]
         fields["route_checksums"] = np.concatenate(

@@ -74,16 +74,16 @@ def run_ranks(
     Raises:
         RankFailure: see the module's docstring.
     """
-    from torch.distributed import TCPStore
+    from megatron_rl.process.ranks import store_for_ranks
 
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    _store, address = store_for_ranks()  # the store lives as long as its name
     with tempfile.TemporaryDirectory(prefix="gloo-ranks-") as folder:
         ranks: list[Child] = []
         deadline = time.monotonic() + timeout_s
         with Zygote(env) if env and helper is None else nullcontext(helper or zygote()) as helper:
             try:
                 ranks, logs = launch(
-                    helper, fn_module, fn_name, kwargs, world_size, store.port, Path(folder), init_process_group, env
+                    helper, fn_module, fn_name, kwargs, world_size, address, Path(folder), init_process_group, env
                 )
                 failure = wait_for(ranks, deadline)
             finally:
@@ -104,7 +104,7 @@ def launch(
     fn_name: str,
     kwargs: dict[str, Any],
     world_size: int,
-    port: int,
+    address: dict[str, str],
     folder: Path,
     join: bool = True,
     env: dict[str, str] | None = None,
@@ -112,14 +112,14 @@ def launch(
 ) -> tuple[list[Child], list[Path]]:
     """Start ranks that make one call, and the logs of each.
 
-    ``port``: of the store where they meet. ``imports``: modules that the helper imports beside the program.
+    ``address``: of `store_for_ranks`, where they meet. ``imports``: modules that the helper imports beside the program.
     """
     job = folder / "job.pkl"
     job.write_bytes(pickle.dumps((fn_module, fn_name, kwargs, join)))
     logs, ranks = [folder / f"rank{rank}.log" for rank in range(world_size)], []
     try:
         for rank, log in enumerate(logs):
-            environment = _rank_environment(rank, world_size, port, env or {})
+            environment = _rank_environment(rank, world_size, address, env or {})
             ranks.append(
                 helper.start(
                     __name__, "rank_main", {"job": job}, log=log, env=environment, imports=[fn_module, *imports]
@@ -132,19 +132,16 @@ def launch(
     return ranks, logs
 
 
-def _rank_environment(rank: int, world_size: int, port: int, extra: dict[str, str]) -> dict[str, str]:
+def _rank_environment(rank: int, world_size: int, address: dict[str, str], extra: dict[str, str]) -> dict[str, str]:
     return {
         **surroundings(),
-        # Every rank is a client of the caller's store, as under torchrun: rank 0 must not bind the port again.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",
         **extra,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        **address,
     }
 
 

@@ -32,9 +32,9 @@ class Ranks:
     def __init__(
         self, world_size: int, runner: str, helper: Zygote | None = None, init_process_group: bool = True
     ) -> None:
-        from torch.distributed import TCPStore
+        from megatron_rl.process.ranks import store_for_ranks
 
-        self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self._store, address = store_for_ranks()
         self._folder = tempfile.TemporaryDirectory(prefix="gloo-pool-")
         self._count, self.alive = 0, True
         call = {"folder": self._folder.name}
@@ -44,7 +44,7 @@ class Ranks:
             "serve_jobs",
             call,
             world_size,
-            self._store.port,
+            address,
             Path(self._folder.name),
             init_process_group,
             imports=[runner],

@@ -318,6 +318,18 @@ def test_turns_and_room_are_bounded():
     assert conversation_of(Policy(said("a", "b", "c")), agent).num_turns == 2
 
 
+def test_a_turn_needs_room_for_one_token():
+    async def agent(client, problem):
+        conversation = client.conversation()
+        assert await conversation.reply([START] * conversation.room) is None
+        assert conversation.truncated
+        turn = await conversation.reply([START] * (conversation.room - 1))
+        assert (len(turn.tokens), conversation.room) == (1, 0)
+        return conversation
+
+    assert conversation_of(Policy(said("abc")), agent).finish_reason == "length"
+
+
 def test_a_text_that_stops_with_the_last_token_that_is_allowed_is_no_cut():
     async def agent(client, problem):
         async with client.endpoint() as endpoint:
