@@ -178,18 +178,18 @@ def calls_in(text: str, tools: Sequence[Any]) -> tuple[str, list[Message]]:
 
     A call that is only thought of is none.
     """
-    thought = text.rfind(THOUGHT_ENDS) + len(THOUGHT_ENDS) if THOUGHT_ENDS in text else 0
-    before, begun, _ = text[thought:].partition("<tool_call>")
-    content = text[:thought] + before
-    rest, calls = text[len(content) :], []
-    while begun and rest:
+    begin = text.find("<tool_call>", max(text.rfind(THOUGHT_ENDS), 0))
+    if begin < 0:
+        return text, []
+    content, rest, calls = text[:begin], text[begin:], []
+    while rest:
         block = _BLOCK.match(rest)
         call = _call(block.group(1).strip(), tools) if block else None
         if call is None:
             return text, []
         calls.append(call_of(*call, len(calls)))
         rest = rest[block.end() :]
-    return (content.rstrip(), calls) if calls else (text, [])
+    return content.rstrip(), calls
 
 
 def _call(block: str, tools: Sequence[Any]) -> tuple[str, dict[str, Any]] | None:

@@ -244,6 +244,8 @@ def test_each_key_of_a_request_is_served_ignored_or_refused():
                 got, answer = await post(endpoint, {"messages": [USER]} | changes)
                 assert (got, answer["error"]["code"], answer["error"]["param"]) == (status, code, key), changes
                 assert answer["error"]["message"]
+        most = json.dumps({"messages": [USER] * module.MOST_MESSAGES}).encode()
+        assert len(module.read_request(most).messages) == module.MOST_MESSAGES
         fields = [policy.asked[-1][1] | {"seed": 0}]
         for changes in SERVED:
             async with client.endpoint() as endpoint:
