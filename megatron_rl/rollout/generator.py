@@ -196,10 +196,11 @@ def sampled_with_head(completion: Any, head: int, name: str = "") -> Sampled:
     begun with ``name``, where the answer is another."""
     tokens, logprobs = list(completion.token_ids), completion.logprobs
     shape = (len(tokens), head + 1)
-    if len(logprobs.token_ids) != shape[0] * shape[1]:
+    count = shape[0] * shape[1]
+    if not len(logprobs.token_ids) == len(logprobs.logprobs) == count:
         raise RolloutError(f"{name}{len(logprobs.token_ids)} log-probs of {shape[0]} tokens, not {shape[1]} of each")
-    ids = np.array(logprobs.token_ids, np.int32).reshape(shape)
-    values = np.array(logprobs.logprobs, np.float32).reshape(shape)
+    ids = np.fromiter(logprobs.token_ids, np.int32, count).reshape(shape)  # half of the time of np.array
+    values = np.fromiter(logprobs.logprobs, np.float32, count).reshape(shape)
     if ids[:, 0].tolist() != tokens:
         raise RolloutError(f"{name}log-probs belong to other tokens than were sampled")
     return tokens, values[:, 0].copy(), ids[:, 1:].copy(), values[:, 1:].copy()
