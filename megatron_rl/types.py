@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -16,6 +16,8 @@ FinishReason = Literal["stop", "length", "abort"]
 MAX_LOGPROB = 1e-4  # above this a log-prob cannot be rounding: probabilities do not exceed one
 SET_ARRAYS = {"kept_tokens": np.int32, "head_tokens": np.int32, "head_logprobs": np.float32}
 """Fields of `Rollout` [R, C or k] about some of the tokens at each place, and their dtypes."""
+SCORED_ARRAYS = ("reference_logprobs", "teacher_logprobs")
+"""Fields of `Rollout` [R] float32: log-probs of its tokens under a second model."""
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
@@ -61,6 +63,8 @@ class Rollout:
     kept_tokens: np.ndarray | None = None  # [R, C] int32, what mu and pi are distributions over, then -1; None: all
     head_tokens: np.ndarray | None = None  # [R, k] int32, the most probable tokens at each place; None: as kept_tokens
     head_logprobs: np.ndarray | None = None  # [R, k] float32, log mu of them, -inf where there is none; None: no head
+    reference_logprobs: np.ndarray | None = None  # [R] float32, log-probs under `reference`; None unless computed
+    teacher_logprobs: np.ndarray | None = None  # [R] float32, log-probs under a teacher; None unless computed
     exact_logprobs: np.ndarray | None = None  # [R] float32, engine exact: log po must equal it bit for bit
     sampled: np.ndarray | None = None  # [R] bool, tokens that the policy sampled (`rollout.function`); None: all
     text: str = ""  # decoded response, special tokens removed; empty where another rank sampled it
@@ -176,3 +180,13 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(sequence.whole_length for sequence in self.sequences)
+
+
+class TokenScorer(Protocol):
+    """A second model that has engines of its own."""
+
+    def score(self, rollouts: Seq[Rollout]) -> list[np.ndarray]:
+        """Return of each response the log-probs [R] float32 of its tokens, from rollouts whose arrays are here."""
+
+    def close(self) -> None:
+        """End its engines."""

@@ -21,6 +21,7 @@ from megatron_rl.config.learner import LearnerConfig, PrecisionConfig, RoutingCo
 from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.config.rollout import ExactConfig, RolloutConfig
+from megatron_rl.config.second_model import ReferenceConfig
 from megatron_rl.errors import printable
 
 # The `model` and `runtime` sections: what is trained, and where.
@@ -188,6 +189,8 @@ class RecipeSections(Section):
     """Router replay, and what is measured of routes."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """What is optimized."""
+    reference: ReferenceConfig | None = None
+    """A policy that is not trained, for the divergence from it. null: none."""
     schedule: ScheduleConfig = ScheduleConfig()
     """How the learning rate moves."""
     acceptance: AcceptanceConfig | None = None

@@ -21,7 +21,7 @@ from megatron_rl.learner.model import use_transformer_engine
 from megatron_rl.objective import Denominators, ObjectiveInputs, compute_denominators
 from megatron_rl.process.ranks import world_rank, world_size
 from megatron_rl.routing import RouteSlice
-from megatron_rl.types import Batch, Rollout
+from megatron_rl.types import SCORED_ARRAYS, Batch, Rollout
 
 
 def deal(lengths: Seq[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
@@ -110,6 +110,8 @@ class Microbatch:
     cu_seqlens: torch.Tensor  # [b + 1] int64, offsets of the sequences among the response tokens
     inference_logprobs: torch.Tensor  # [n] float32
     old_logprobs: torch.Tensor | None  # [n] float32
+    reference_logprobs: torch.Tensor | None  # [n] float32
+    teacher_logprobs: torch.Tensor | None  # [n] float32
     advantages: torch.Tensor  # [b] float32
     loss_mask: torch.Tensor  # [n] bool
     policy_versions: torch.Tensor  # [n] int64
@@ -167,8 +169,7 @@ def build_microbatch(
         places = np.flatnonzero(chosen >= 0)
         rows, labels = [chosen[places]], [np.concatenate([*labels, np.zeros(0, np.int64)])[places]]
         kept, head = (None if x is None else x[places] for x in (kept, head))
-    has_old = bool(sequences) and all(s.old_logprobs is not None for s in sequences)
-    has_head_old = bool(sequences) and all(s.head_old_logprobs is not None for s in sequences)
+    known = {name: _joined_logprobs(sequences, name, device) for name in ("old_logprobs", *SCORED_ARRAYS)}
     return Microbatch(
         indices=indices,
         tokens=join(tokens, torch.int64)[None],
@@ -182,7 +183,6 @@ def build_microbatch(
         response_lengths=[s.length for s in sequences],
         cu_seqlens=join([np.cumsum([0, *(s.length for s in sequences)])], torch.int64),
         inference_logprobs=join([s.inference_logprobs for s in sequences], torch.float32),
-        old_logprobs=join([s.old_logprobs for s in sequences], torch.float32) if has_old else None,
         advantages=torch.tensor([s.advantage for s in sequences], dtype=torch.float32, device=device),
         loss_mask=join([s.loss_mask for s in sequences], torch.bool),
         policy_versions=join([s.policy_versions for s in sequences], torch.int64),
@@ -190,9 +190,18 @@ def build_microbatch(
         kept=None if kept is None else join([kept], torch.int64),
         head=None if heads is None else join([head], torch.int64),
         head_inference=None if heads is None else join([heads[1]], torch.float32),
-        head_old=join([s.head_old_logprobs for s in sequences], torch.float32) if has_head_old else None,
+        head_old=_joined_logprobs(sequences, "head_old_logprobs", device),
         head_has_sampled=None if heads is None else join([heads[2]], torch.bool),
+        **known,
     )
+
+
+def _joined_logprobs(sequences: list[Rollout], name: str, device: torch.device) -> torch.Tensor | None:
+    """Log-probs [n] float32, of heads [n, k], of all responses; None where some sequence has none."""
+    arrays = [getattr(s, name) for s in sequences]
+    if not arrays or any(array is None for array in arrays):
+        return None
+    return torch.from_numpy(np.concatenate(arrays)).to(device=device, dtype=torch.float32)
 
 
 def _heads(sequences: list[Rollout]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:

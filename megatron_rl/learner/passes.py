@@ -34,7 +34,7 @@ from megatron_rl.learner.process_groups import replica_group
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
 from megatron_rl.process.ranks import Shape, gather_objects, hand_on, send, together, world_rank
 from megatron_rl.routing import RouteError
-from megatron_rl.types import SET_ARRAYS, Batch, Rollout
+from megatron_rl.types import SCORED_ARRAYS, SET_ARRAYS, Batch, Rollout
 
 LOGPROBS = np.dtype(np.float32)
 
@@ -87,7 +87,7 @@ class _Contents:
     """What the sequences of a batch have beside tokens, log-probs and versions."""
 
     routes: tuple[str, int, int] | None  # dtype, layers and experts per token
-    exact: bool  # log po as the exact engine computed it
+    logprobs: tuple[str, ...]  # further log-probs of each token: of the exact engine, and of second models
     widths: tuple[int, ...]  # most tokens in a kept set and in a head, and log-probs in a head; 0: there are none
     masks: bool  # the policy sampled a part of some response
 
@@ -95,17 +95,18 @@ class _Contents:
     def of(cls, batch: Batch) -> _Contents:
         """From whichever rank has any. Collective."""
         routes = next((s.routed_experts for s in batch.sequences if s.routed_experts is not None), None)
-        exact = any(s.exact_logprobs is not None for s in batch.sequences)
+        names = ("exact_logprobs", *SCORED_ARRAYS)
+        present = [any(getattr(s, name) is not None for s in batch.sequences) for name in names]
         widths = tuple(
             max((array.shape[1] for s in batch.sequences if (array := getattr(s, name)) is not None), default=0)
             for name in SET_ARRAYS
         )
-        about = gather_objects((None if routes is None else (routes.dtype.str, *routes.shape[1:]), exact, widths))
+        about = gather_objects((None if routes is None else (routes.dtype.str, *routes.shape[1:]), present, widths))
         shapes, flags, widths = zip(*about, strict=True)
         masks = any(s.num_sampled < s.length for s in batch.sequences)
         return cls(
             next((shape for shape in shapes if shape is not None), None),
-            any(flags),
+            tuple(name for name, here in zip(names, zip(*flags, strict=True), strict=True) if any(here)),
             tuple(map(max, zip(*widths, strict=True))),
             masks,
         )
@@ -117,8 +118,7 @@ class _Contents:
             _Field("inference_logprobs", LOGPROBS, lambda s: (s.length,)),
             _Field("policy_versions", np.dtype(np.int32), lambda s: (s.length,)),
         ]
-        if self.exact:
-            described.append(_Field("exact_logprobs", LOGPROBS, lambda s: (s.length,)))
+        described += [_Field(name, LOGPROBS, lambda s: (s.length,)) for name in self.logprobs]
         if self.masks:
             described.append(_Field("sampled", np.dtype(np.uint8), lambda s: (s.length,), np.dtype(np.bool_)))
         described += [

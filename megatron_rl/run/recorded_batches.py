@@ -7,10 +7,10 @@ part are flat. With ``B`` sequences in it, ``S`` tokens of all of them together 
 
 - ``tokens`` [S] int64, ``cu_seqlens`` [B+1]: sequence i of them is tokens[cu_seqlens[i]:cu_seqlens[i+1]], prompt and
   response
-- ``cu_response`` [B+1]: response i is [cu_response[i]:cu_response[i+1]] of the next five
+- ``cu_response`` [B+1]: response i is [cu_response[i]:cu_response[i+1]] of the next seven
 - ``inference_logprobs`` (log mu), ``old_logprobs`` (log po, where computed), ``current_logprobs`` (log pi of the
-  update; with one update per batch it is also log po) [R] float32, ``loss_mask`` [R] bool,
-  ``policy_versions`` [R] int32
+  update; with one update per batch it is also log po), ``reference_logprobs`` and ``teacher_logprobs`` (of second
+  models, where there are any) [R] float32, ``loss_mask`` [R] bool, ``policy_versions`` [R] int32
 - ``kept_tokens`` [R, C] int32 under `rollout.kept_sets`: the tokens that each distribution is over, then -1
 - ``head_logprobs`` [R, k] float32 under `rollout.sampled_head`: log mu of the k most probable tokens, ``head_tokens``
   [R, k] int32; with kept sets these are ``kept_tokens``, and -inf stands where there is none
@@ -42,13 +42,14 @@ from megatron_rl.errors import InputError, shown
 from megatron_rl.process.host import write_whole
 from megatron_rl.process.ranks import gather_objects, world_rank
 from megatron_rl.process.run_files import UNFIT, read_json
-from megatron_rl.types import MAX_LOGPROB, SET_ARRAYS, Batch, Rollout
+from megatron_rl.types import MAX_LOGPROB, SCORED_ARRAYS, SET_ARRAYS, Batch, Rollout
 
 FORMAT_VERSION = 3
 T = TypeVar("T")
 _STEP_FILE = re.compile(r"step_(\d{8,})\.json")
 _LIKE = {"kept": True, "parts": [{"sequences": [0]}], "minibatches": [[0]], "sequences": [{"id": ""}], "metrics": {}}
-_PER_TOKEN = ("inference_logprobs", "old_logprobs", "current_logprobs", "policy_versions")
+_LOGPROBS = ("inference_logprobs", "old_logprobs", "current_logprobs", *SCORED_ARRAYS)
+_PER_TOKEN = (*_LOGPROBS, "policy_versions")
 
 
 @dataclass
@@ -284,7 +285,7 @@ def _check_arrays(arrays: dict[str, np.ndarray], abouts: list[dict]) -> None:
         tokens = arrays.get("head_tokens", arrays.get("kept_tokens"))
         if tokens is None or tokens.shape != arrays["head_logprobs"].shape:
             raise ValueError("head_logprobs has another shape than the tokens that it belongs to")
-    for name in ("inference_logprobs", "old_logprobs", "current_logprobs", "head_logprobs"):
+    for name in (*_LOGPROBS, "head_logprobs"):
         if name in arrays and (arrays[name] > MAX_LOGPROB).any():  # NaN is what an alarm may have recorded
             raise ValueError(f"{name} holds a value that is not a log-prob")
     if (arrays["tokens"] < 0).any():
