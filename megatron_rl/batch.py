@@ -40,7 +40,7 @@ def give_scores(groups: list[Group], objective: ObjectiveConfig) -> None:
     advantages: dict[int, float] = {}
     if counted:
         values = compute_advantages(
-            torch.tensor([rollout.reward for _, rollout in counted]),
+            torch.tensor([rollout.reward - rollout.kl_penalty for _, rollout in counted]),
             torch.tensor([i for i, _ in counted]),
             objective.advantage,
             lengths=torch.tensor([rollout.num_trained for _, rollout in counted]),

@@ -57,7 +57,7 @@ def _steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
             run.ahead.look_ahead(step, learner.num_updates)
         with monitor.phase("pack"):
             batch = build_unscored_batch(step, groups, recipe.batch)
-            if not is_late:
+            if not is_late and recipe.objective.kl_in_reward is None:
                 give_scores(groups, recipe.objective)
         version = learner.num_updates
         score = partial(score_batch, run, batch, groups, taken) if is_late else None
@@ -145,12 +145,15 @@ def update(
         learner.scheduler.observe_length(learner.num_updates, sum(lengths) / len(lengths))
         known.update(learner.scheduler.metrics())
 
+    complete = begin
     if score is None:
         begin()
+        complete = None
+        if run.recipe.objective.kl_in_reward is not None:  # the learner finds it before it calls
+            complete = partial(give_scores, groups, run.recipe.objective)
     generator.sleep()
     before = None if run.recipe.acceptance is None else Snapshot(learner)
-    metrics = learner.update(batch) if score is None else learner.update(batch, begin)
-    metrics = known | metrics
+    metrics = known | learner.update(batch, complete)
     hand_over(learner, generator, run.monitor.phase)
     return metrics if before is None else metrics | judge(run, batch.step, before)
 

@@ -71,6 +71,7 @@ class Rollout:
     num_turns: int = 1  # times that the policy's turn came
 
     reward: float = 0.0  # after shaping; input of advantages
+    kl_penalty: float = 0.0  # of `objective.kl_in_reward`: taken off the reward in advantages alone
     raw_reward: float = 0.0  # before shaping: 1.0 = correct
     masked: bool = False  # left out of the loss, and kept in the group's baseline if it has a score (mask_truncated)
     unscored: bool = False  # masked because its reward failed (reward.on_error): no reward of it is known

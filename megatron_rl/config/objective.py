@@ -210,6 +210,37 @@ class Variance(Section):
 
 
 Anchor = Literal["recompute", "bypass", "interpolate"]
+KlType = Literal["k1", "k2", "k3", "k1+", "k3+"]
+
+
+class KlLoss(Section):
+    """The divergence from `reference` in the loss."""
+
+    coef: PositiveFloat = 0.001
+    """β: β k is added to the loss of each token, whatever the corrections do."""
+    type: KlType = "k3"
+    """k of a token, with d = log pi - log ref: k1 is d, k2 d²/2, k3 exp(-d) - 1 + d. k1+ and k3+ have the value of k1
+    and k3, and the gradient of k2, whose mean over tokens of pi is the gradient of the divergence."""
+    cap: PositiveFloat | None = 10.0
+    """k3 is at most this, without a gradient beyond. null: no bound."""
+    unbiased: bool = False
+    """true: k times the token's ratio r, or w where the objective is anchored on the rollout engine, with the gradient
+    of both (DeepSeek-V3.2): the tokens were sampled by another policy than pi. Not with k1+ and k3+."""
+
+    @model_validator(mode="after")
+    def _has_one_gradient(self) -> KlLoss:
+        if self.unbiased and self.type.endswith("+"):
+            raise ValueError(f"unbiased: true with type {self.type}, whose gradient is k2's; use {self.type[:-1]}")
+        return self
+
+
+class KlInReward(Section):
+    """The divergence from `reference` in the reward."""
+
+    coef: PositiveFloat = 0.001
+    """β: β Σ_t k is subtracted from the reward of a response, before advantages."""
+    type: Literal["k1", "k2", "k3"] = "k1"
+    """k of a token as in `kl_loss`, with d = log po - log ref, and k3 of at most 10."""
 
 
 class ObjectiveConfig(Section):
@@ -245,6 +276,10 @@ class ObjectiveConfig(Section):
     log_ratio_penalty: NonNegativeFloat = 0.0
     """λ: λ (log r)² is added to the loss of each token, whatever the corrections do; (log w)² where the objective is
     anchored on the rollout engine (reinforce, dppo, vespo, anchor bypass). 0: none."""
+    kl_loss: KlLoss | None = None
+    """Add the divergence from the policy of the section `reference` to the loss. null: none."""
+    kl_in_reward: KlInReward | None = None
+    """Subtract it from rewards. A pass for old log-probs is made. null: none."""
     entropy_bonus: NonNegativeFloat = 0.0
     """β: β times the entropy of each token's distribution is subtracted from its loss. 0: none."""
     aggregation: Annotated[Aggregation | FunctionPath, LookedUp(is_function=True)] = "token-mean"
@@ -356,6 +391,11 @@ class ObjectiveConfig(Section):
         return self.score_centering and not self.needs_no_po
 
     @property
+    def regularizes_ratio(self) -> bool:
+        """Whether a regularizer contains r, or w where the objective is anchored on the rollout engine."""
+        return self.log_ratio_penalty > 0 or (self.kl_loss is not None and self.kl_loss.unbiased)
+
+    @property
     def active_corrections(self) -> list[Correction]:
         """The correction list without `none`."""
         return [item for item in self.correction if item.mode != "none"]
@@ -374,12 +414,13 @@ class ObjectiveConfig(Section):
         """Whether a learner must run a forward pass at rollout weights before updating (about 25% of training time,
         arXiv 2510.26788 §2.1).
 
-        With one update per rollout batch pi equals po and `old_logprobs` stays None. With more, only what is anchored
+        `kl_in_reward` is made of po. Else with one update per rollout batch pi equals po and `old_logprobs` stays None.
+        With more, only what is anchored
         on the rollout engine (`reinforce`, `dppo`, `vespo`, anchor bypass) or interpolated goes without; opsm on the
         learner's pi_old and distortion look at po themselves, and `renormalize` and `normalize` must know what
         corrections do before the first gradient.
         """
-        if self.renormalizes:
+        if self.renormalizes or self.kl_in_reward is not None:
             return True
         if num_updates_per_batch == 1:
             return False
@@ -434,6 +475,11 @@ def objective_warnings(config: ObjectiveConfig) -> list[str]:
                 f"(lower {item.lower}, upper {item.upper}) drop sequences on which both engines agree; divergences "
                 "like 0.001 belong to seq_mean_k3 and max_k3"
             )
+    if config.kl_loss is not None and config.kl_loss.type == "k1" and not config.kl_loss.unbiased:
+        warnings.append(
+            "kl_loss of type k1: its gradient is that of log pi, whose mean is 0 on policy, and holds nothing back; "
+            "use k2, k1+ or k3+, or kl_in_reward"
+        )
     if any(getattr(item, "cap", math.inf) < 1 for item in config.correction):
         warnings.append("a correction cap below 1 shrinks tokens on which both engines agree")
     return warnings

@@ -70,6 +70,7 @@ def section_problems(recipe: RecipeSections) -> list[str]:
         problems += rounding_problems(recipe)
     if recipe.objective.router_shift is not None:
         problems += router_shift_problems(recipe)
+    problems += reference_problems(recipe)
     head = recipe.rollout.sampled_head
     if recipe.objective.score_centering and not head:
         wanted = recipe.rollout.top_k if recipe.rollout.kept_sets else 128
@@ -139,6 +140,27 @@ def acceptance_problems(recipe: RecipeSections) -> list[str]:
         )
     if recipe.exact.dose is not None and recipe.exact.dose.kind == "stale":
         problems.append("acceptance: set with exact.noise.kind stale: the sampler would keep weights that are undone")
+    return problems
+
+
+def reference_problems(recipe: RecipeSections) -> list[str]:
+    """Why there is no divergence from a reference policy, or none to speak of; empty where there is, or none is asked
+    for."""
+    objective, rollout = recipe.objective, recipe.rollout
+    if recipe.reference is None:
+        return [
+            f"objective.{key}: set, but the section reference is null and names no policy to stay near; set it ({{}}: "
+            "the model that the run starts from), or use null"
+            for key in ("kl_loss", "kl_in_reward")
+            if getattr(objective, key) is not None
+        ]
+    problems = []
+    if (rollout.top_p < 1 or rollout.top_k) and not rollout.kept_sets:
+        problems.append(
+            f"reference: set with rollout.top_p {rollout.top_p:g}, top_k {rollout.top_k}: the responses are of a "
+            "distribution over some of the tokens, both policies over all, and k would not estimate their divergence; "
+            "use top_p: 1 and top_k: 0, or rollout.kept_sets: true"
+        )
     return problems
 
 

@@ -302,7 +302,7 @@ def set_advantages(scorer: Scorer, batch: Batch, homes: list[int], name: str) ->
     if any(sequence.group is None for sequence in batch.sequences):
         return
     advantages = compute_advantages(
-        torch.tensor([sequence.reward for sequence in batch.sequences], dtype=torch.float64),
+        torch.tensor([s.reward - s.kl_penalty for s in batch.sequences], dtype=torch.float64),
         torch.tensor([sequence.group for sequence in batch.sequences]),
         name,
         weights=score_weights(scorer, batch, homes),

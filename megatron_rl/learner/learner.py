@@ -56,6 +56,7 @@ from megatron_rl.learner.passes import (
 from megatron_rl.learner.process_groups import initialize
 from megatron_rl.learner.router_biases import RouterBiases
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
+from megatron_rl.learner.second_model import SecondModel, load_second_model, take_off_rewards
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.objective import (
     Denominators,
@@ -130,6 +131,7 @@ class Learner:
         if self.config.quantization is not None:
             weights = partial(rounded_weights, model, recipe.rollout.quantization, self.architecture)
         self.passes = Passes(self.model, model, self.config, self.device, self.replay, self.exact, phase, weights)
+        self.second_models = self._second_models()
         loss_scale = self.config.loss_scale if self.config.dtype == "fp16" else None
         self.overflow = OverflowGuard(
             self.optimizer, loss_scale, self.config.max_consecutive_overflows, self._trained_parameters
@@ -149,6 +151,17 @@ class Learner:
             unhook(self.model)
         vars(self).clear()
         gc.collect()
+
+    def _second_models(self) -> dict[str, SecondModel]:
+        """Those on these ranks, by the field of `Rollout` that they fill. Collective."""
+        reference = self.recipe.reference
+        if reference is None:
+            return {}
+        if reference.path is None and self.adapters is not None:
+            return {"reference_logprobs": SecondModel(self.passes, self.head, self.adapters.off)}
+        path = reference.path or self.recipe.model.path
+        loaded = load_second_model(path, self.recipe, self.device, self.exact, self.phase)
+        return {"reference_logprobs": loaded}
 
     @cached_property
     def replicas(self) -> Replicas:
@@ -191,6 +204,7 @@ class Learner:
                     hand_over_scores(batch, *homes, self.replicas)
                 if keeps_heads:
                     hand_over_heads(batch, *homes, self.replicas)
+        divergence = self._score(batch, makes_pass, *homes) if self.second_models else {}
         if complete is not None:
             complete()
         if self.recipe.objective.advantage == "min_variance":
@@ -207,9 +221,26 @@ class Learner:
             metrics[name] = float(np.mean([step[name] for _, step in updates if name in step]))
         if self.bit_check is not None:
             metrics[BIT_CHECK_METRIC] = max([*gaps, metrics[BIT_CHECK_METRIC]])
-        return (
-            skipped | metrics | self.overflow.metrics() | (self.replay.metrics() if self.recipe.routing.is_on else {})
-        )
+        routing = self.replay.metrics() if self.recipe.routing.is_on else {}
+        return skipped | divergence | metrics | self.overflow.metrics() | routing
+
+    def _score(self, batch: Batch, made_pass: bool, source: list[int], target: list[int]) -> dict[str, float]:
+        """Give the sequences their log-probs under the second models, and what the divergence takes off rewards.
+
+        ``made_pass``: one for log po; rows are packed as it packs them, else as the updates do: equal weights give
+        equal bits. ``source``, ``target``: as `_distribute` returned them. Collective.
+        """
+        parts = [range(len(batch.sequences))] if made_pass else batch.minibatches
+        for name, model in self.second_models.items():
+            with self.phase(name.removesuffix("_logprobs")), model.here():
+                self.offload.before_passes()
+                packed = [m for indices in parts for m in model.passes.microbatches(batch, indices)]
+                logprobs = self._forward(model.passes, model.head, packed, "native")
+                logprobs = hand_over_logprobs(batch, logprobs, source, target, self.replicas)
+                for i, sequence in enumerate(batch.sequences):
+                    setattr(sequence, name, logprobs.get(i))
+        in_reward = self.recipe.objective.kl_in_reward
+        return {} if in_reward is None else {"reference/kl_in_reward": take_off_rewards(batch, in_reward)}
 
     def _distribute(self, batch: Batch, makes_pass: bool) -> tuple[list[int], list[int]]:
         """Bring every sequence to the replicas that learn from it: their numbers in the pass and in the update."""
@@ -297,7 +328,7 @@ class Learner:
         if not microbatch.indices:
             return logits.sum() * 0.0, unit, None
         logprobs, entropy, *of_head = self._token_logprobs(
-            logits, microbatch, microbatch.head if self.recipe.objective.score_centering else None
+            logits, microbatch, self.head, microbatch.head if self.recipe.objective.score_centering else None
         )
         head = None
         if of_head:
@@ -315,6 +346,7 @@ class Learner:
             entropy=entropy,
             distances=self._distances(microbatch),
             head=head,
+            reference_logprobs=microbatch.reference_logprobs,
             router_shift=router_shift(microbatch),
         )
         noise = NoiseKey(self.recipe.seed, self.num_updates)
@@ -360,26 +392,41 @@ class Learner:
         self.offload.before_passes()
         mode = routing or self._routing_mode(updating=False)
         recorded: list[Any] = []
-
-        def collect(logits: torch.Tensor, microbatch: Microbatch):
-            pieces = []
-            if microbatch.indices:
-                head = microbatch.head if keeps_heads else None
-                logprobs, _, *of_head = self._token_logprobs(logits, microbatch, head)
-                pieces = self._pieces(logprobs, microbatch)
-                for i, piece in self._pieces(of_head[0], microbatch) if of_head else ():
-                    batch.sequences[i].head_old_logprobs = piece
-            return logits.new_zeros(()), torch.ones((), dtype=torch.int, device=logits.device), pieces
-
-        with torch.no_grad():
-            microbatches = self.passes.microbatches(batch, range(len(batch.sequences)), mode)
-            results = self.passes.run(
-                microbatches, collect, mode, forward_only=True, recorded=recorded, keeps_scores=keeps_scores
-            )
+        microbatches = self.passes.microbatches(batch, range(len(batch.sequences)), mode)
+        heads = batch if keeps_heads else None
+        logprobs = self._forward(
+            self.passes, self.head, microbatches, mode, heads, recorded=recorded, keeps_scores=keeps_scores
+        )
         for microbatch in microbatches if keeps_scores else ():
             keep_scores(batch, microbatch)
         if mode == "record":
             self.replay.assemble(batch, recorded)
+        return logprobs
+
+    def _forward(
+        self,
+        passes: Passes,
+        fused: FusedHead | None,
+        microbatches: list[Microbatch],
+        mode: RoutingMode,
+        heads: Batch | None = None,
+        **options: Any,
+    ) -> dict[int, np.ndarray]:
+        """Log-probs [R] by sequence of passes without a gradient, on the last stage. ``fused``: of their model.
+        ``heads``: the batch whose sequences get log-probs of their heads, too."""
+
+        def collect(logits: torch.Tensor, microbatch: Microbatch):
+            pieces = []
+            if microbatch.indices:
+                head = None if heads is None else microbatch.head
+                logprobs, _, *of_head = self._token_logprobs(logits, microbatch, fused, head)
+                pieces = self._pieces(logprobs, microbatch)
+                for i, piece in self._pieces(of_head[0], microbatch) if of_head else ():
+                    heads.sequences[i].head_old_logprobs = piece
+            return logits.new_zeros(()), torch.ones((), dtype=torch.int, device=logits.device), pieces
+
+        with torch.no_grad():
+            results = passes.run(microbatches, collect, mode, forward_only=True, **options)
         return dict(item for items in results for item in items)
 
     def _pieces(self, logprobs: torch.Tensor, microbatch: Microbatch) -> list[tuple[int, np.ndarray]]:
@@ -388,9 +435,14 @@ class Learner:
         return [(i, p.numpy()) for i, p in zip(microbatch.indices, pieces, strict=True)]
 
     def _token_logprobs(
-        self, logits: torch.Tensor, microbatch: Microbatch, head: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        microbatch: Microbatch,
+        fused: FusedHead | None = None,
+        head: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Log-probs [n] and entropy [n], and log-probs [n, k] of ``head`` [m, k] where there is one."""
+        """Log-probs [n] and entropy [n], and log-probs [n, k] of ``head`` [m, k] where there is one. ``fused``: the
+        output layer of the model whose hidden states ``logits`` are then."""
         options = {
             "vocab_size": self.architecture.vocab_size,
             "temperature": self.recipe.rollout.temperature,
@@ -399,8 +451,8 @@ class Learner:
             "kept": microbatch.kept,
             "head": head,
         }
-        if self.head is not None:
-            outputs = self.head.token_logprobs(logits, microbatch.positions, microbatch.labels, **options)
+        if fused is not None:
+            outputs = fused.token_logprobs(logits, microbatch.positions, microbatch.labels, **options)
         else:
             rows = logits.flatten(0, 1)
             outputs = token_logprobs(rows, microbatch.positions, microbatch.labels, exact=self.exact, **options)
@@ -489,7 +541,8 @@ class Learner:
     def scorer(self) -> Scorer:
         """What computes ∇ log pi, for the baseline of least variance."""
         mode = self._routing_mode(updating=True)
-        return Scorer(self.model, self.passes, self.replicas.own, mode, self._token_logprobs, self.device)
+        logprobs = partial(self._token_logprobs, fused=self.head)
+        return Scorer(self.model, self.passes, self.replicas.own, mode, logprobs, self.device)
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face checkpoint, with config and tokenizer of the starting one, that makes

@@ -20,6 +20,7 @@ import difflib
 import importlib.util
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -387,6 +388,7 @@ class Adapters:
 
     def __init__(self, model: GPTModel, config: LoraConfig, seed: int):
         self.scale = config.alpha / config.rank
+        self._are_off = False
         self._adapters: dict[torch.nn.Parameter, _Adapter] = {}  # by frozen weight
         model.requires_grad_(False)
         for block in model.decoder.layers:
@@ -433,12 +435,12 @@ class Adapters:
         frozen = [(place.layer, place.name, getattr(place.layer, place.name)) for place in places]
 
         def shadow(module: torch.nn.Module, args: Any) -> None:
-            for layer, name, weight in frozen:
+            for layer, name, weight in frozen if not self._are_off else ():
                 layer.__dict__[name] = self.merged(weight)
 
         def restore(module: torch.nn.Module, args: Any, output: Any) -> None:
             for layer, name, _ in frozen:
-                del layer.__dict__[name]
+                layer.__dict__.pop(name, None)
 
         reader.register_forward_pre_hook(shadow)
         reader.register_forward_hook(restore)
@@ -460,6 +462,15 @@ class Adapters:
         elif adapter.cut == 1:
             b = copy_to_tensor_model_parallel_region(b)
         return (read(weight).float() + self.scale * (b @ a)).to(weight.dtype)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, the model computes with the frozen weights as they are."""
+        self._are_off = True
+        try:
+            yield
+        finally:
+            self._are_off = False
 
     def named_parameters(self, weights: list[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, torch.nn.Parameter]]:
         """The trained parameters, under the names that ``weights`` gives to what they adapt."""

@@ -304,7 +304,7 @@ class Passes:
         if mode in ("replay", "watch"):
             with self._phase("routes"):
                 self._add_routes(batch, packed)
-        for microbatch in packed:
+        for microbatch in packed if self._replay else ():
             microbatch.router_before = scores_before(batch, microbatch, self._device)
         return packed
 

@@ -25,6 +25,7 @@ from megatron_rl.objective.inputs import (
 from megatron_rl.objective.instruments import distortion_factor, ids_for_noise, variance_factor
 from megatron_rl.objective.metrics import collect, finalize_metrics
 from megatron_rl.objective.policy_terms import policy_term
+from megatron_rl.objective.reference_kl import kl_loss
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,16 @@ def compute_objective(
 def _regularizer(tokens: Tokens, config: ObjectiveConfig) -> Tensor | None:
     """λ (log r)² - β H, or λ (log w)² where the objective is anchored on the rollout engine; tokens, 0 where masked.
 
-    λ is ``log_ratio_penalty`` (kl_tau of prime-rl), β ``entropy_bonus`` (entropy_coeff of verl). No correction weighs
-    or drops it, but for tokens that leave the denominators.
+    λ is ``log_ratio_penalty`` (kl_tau of prime-rl), β ``entropy_bonus`` (entropy_coeff of verl); the divergence of
+    ``kl_loss`` is added. No correction weighs or drops it, but for tokens that leave the denominators.
     """
-    parts = []
+    parts, log_ratio = [], tokens.log_ratio
+    if config.anchored_on_rollout and config.regularizes_ratio:
+        log_ratio = tokens.current - tokens.inference
     if config.log_ratio_penalty:
-        log_ratio = tokens.current - tokens.inference if config.anchored_on_rollout else tokens.log_ratio
         parts.append(config.log_ratio_penalty * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square())
+    if config.kl_loss is not None:
+        parts.append(config.kl_loss.coef * kl_loss(tokens, log_ratio, config.kl_loss))
     if config.entropy_bonus:
         parts.append(-config.entropy_bonus * tokens.entropy)
     return sum(parts) if parts else None

@@ -206,6 +206,7 @@ class ObjectiveInputs:
     entropy: Tensor | None = None  # tokens, nats; averaged into actor/entropy, and with its gradient into entropy_bonus
     distances: Tensor | None = None  # tokens, int: optimizer steps since the weights that sampled: metrics, anchor
     head: Head | None = None
+    reference_logprobs: Tensor | None = None  # tokens, log ref: of a policy that is not trained
     router_shift: Tensor | None = None  # tokens: mean |log score - log old score| of the old experts of all layers
 
 
@@ -269,6 +270,7 @@ class Tokens:
     sequence_ids: Tensor | None
     entropy: Tensor | None
     distances: Tensor | None = None  # tokens, int64
+    reference: Tensor | None = None  # tokens, log ref
     router_weight: Tensor | None = None  # tokens: γ̃ of `objective.router_shift`, contained in log_ratio; 1 where masked
 
     def sequence_mean(self, values: Tensor) -> Tensor:
@@ -295,7 +297,10 @@ def read_tokens(inputs: ObjectiveInputs, anchor: Anchor = "recompute", router_fl
         return logprobs.detach().to(dtype).clamp(min=MIN_LOGPROB).masked_fill_(outside, 0.0)
 
     old = current.detach() if inputs.old_logprobs is None else constant(inputs.old_logprobs)
-    inference = None if inputs.inference_logprobs is None else constant(inputs.inference_logprobs)
+    inference, reference = (
+        None if logprobs is None else constant(logprobs)
+        for logprobs in (inputs.inference_logprobs, inputs.reference_logprobs)
+    )
     advantages = inputs.advantages.detach().to(dtype)
     if _per_sequence(inputs):
         advantages = layout.expand(advantages)
@@ -322,6 +327,7 @@ def read_tokens(inputs: ObjectiveInputs, anchor: Anchor = "recompute", router_fl
         sequence_ids=inputs.sequence_ids,
         entropy=None if inputs.entropy is None else inputs.entropy.to(dtype).masked_fill(outside, 0.0),
         distances=inputs.distances,
+        reference=reference,
         router_weight=router_weight,
     )
 
@@ -348,7 +354,8 @@ def _check_shapes(inputs: ObjectiveInputs) -> None:
         form = "[N] with cu_seqlens" if packed else "[B, T] without cu_seqlens"
         raise InputError(f"current_logprobs has shape {list(shape)}; expected {form}")
     num_sequences = inputs.cu_seqlens.numel() - 1 if packed else shape[0]
-    for name in ("old_logprobs", "inference_logprobs", "loss_mask", "entropy", "distances", "router_shift"):
+    optional = ("old_logprobs", "inference_logprobs", "entropy", "distances", "reference_logprobs", "router_shift")
+    for name in ("loss_mask", *optional):
         tensor = getattr(inputs, name)
         if tensor is not None and tuple(tensor.shape) != shape:
             raise InputError(f"{name} has shape {list(tensor.shape)}, current_logprobs {list(shape)}; they must agree")
@@ -382,7 +389,8 @@ def check_available(inputs: ObjectiveInputs, config: ObjectiveConfig) -> None:
         users += [f"policy term {term}"] if config.policy_term.carries_w else []
         users += [] if config.anchor == "recompute" else [f"anchor {config.anchor}"]
         users += ["score_centering"] if config.score_centering else []
-        users += ["log_ratio_penalty"] if config.log_ratio_penalty and config.anchored_on_rollout else []
+        ratio = "log_ratio_penalty" if config.log_ratio_penalty else "kl_loss with unbiased"
+        users += [ratio] if config.regularizes_ratio and config.anchored_on_rollout else []
         if users:
             raise InputError(
                 f"inference_logprobs is None, but {' and '.join(users)} need the rollout engine's log-probs; "
@@ -404,5 +412,7 @@ def check_available(inputs: ObjectiveInputs, config: ObjectiveConfig) -> None:
             "head.old is None, but score_centering with policy term ppo_clip needs log po of the head where there are "
             "old_logprobs; pass both, or neither"
         )
+    if inputs.reference_logprobs is None and config.kl_loss is not None:
+        raise InputError("reference_logprobs is None, but kl_loss needs the reference policy's log-probs; pass them")
     if inputs.entropy is None and config.entropy_bonus:
         raise InputError("entropy is None, but entropy_bonus needs it; pass it with its gradient, or use 0")

@@ -22,7 +22,7 @@ from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.objective.aggregation import Collector, MetricStats
 from megatron_rl.objective.centering import Centering
 from megatron_rl.objective.corrections import Corrected
-from megatron_rl.objective.inputs import MAX_LOG_RATIO, ObjectiveInputs, Tokens, read_tokens, safe_exp
+from megatron_rl.objective.inputs import MAX_LOG_RATIO, ObjectiveInputs, Tokens, k3, read_tokens, safe_exp
 from megatron_rl.objective.instruments import REFERENCE_DISTORTION, is_low
 from megatron_rl.objective.policy_terms import Term
 
@@ -223,6 +223,10 @@ def collect(
         collector.add("sampled in head", centering.has_sampled)
     if regularizer is not None:
         collector.add("regularizer", regularizer)
+    if tokens.reference is not None:
+        difference = tokens.current.detach() - tokens.reference
+        collector.add("log ref", difference)
+        collector.add("k3 ref", k3(-difference))
     collector.add("log r", tokens.log_ratio)
     if tokens.router_weight is not None:
         collector.add("1 - γ", 1 - tokens.router_weight)
@@ -369,6 +373,9 @@ def _actor_metrics(sums: dict[str, float]) -> dict[str, float]:
     for name, total in (("pg_clipfrac", "clipped"), ("pg_clipfrac_lower", "clipped_lower"), ("entropy", "entropy")):
         if total in sums:
             metrics[f"actor/{name}"] = sums[total] / num_tokens
+    if "log ref" in sums:
+        metrics["reference/kl"] = sums["log ref"] / num_tokens
+        metrics["reference/k3_kl"] = sums["k3 ref"] / num_tokens
     if "γ_min" in sums:
         metrics["actor/router_weight"] = 1 - sums["1 - γ"] / num_tokens
         metrics["actor/router_floor_frac"] = sums["γ_min"] / num_tokens

@@ -1,0 +1,83 @@
+"""A model that is not trained, on the learner's ranks: the log-probs of the policy's tokens under it.
+
+It has the policy's layout, arithmetic and packed rows, so that equal weights give equal bits. It chooses its own
+experts, also where routes of the policy are replayed. On a GPU its weights lie in host memory between its passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_rl.checkpoint.shards import WeightMap
+from megatron_rl.config import Recipe
+from megatron_rl.config.objective import KlInReward
+from megatron_rl.learner.logprobs import FusedHead
+from megatron_rl.learner.model import build_model
+from megatron_rl.learner.offload import HostCopy
+from megatron_rl.learner.passes import Passes, PhaseFn
+from megatron_rl.model.architecture import read_architecture
+from megatron_rl.objective.reference_kl import estimate
+from megatron_rl.process.ranks import gather_rows, world_rank
+from megatron_rl.rollout.weights import rounded_weights
+from megatron_rl.types import Batch, Rollout
+
+
+@dataclass(frozen=True)
+class SecondModel:
+    """What makes passes of it. ``here``: a context in which the passes compute with its weights."""
+
+    passes: Passes
+    head: FusedHead | None  # then its passes return hidden states
+    here: Callable[[], AbstractContextManager]
+
+
+def load_second_model(path: Path, recipe: Recipe, device: torch.device, exact: bool, phase: PhaseFn) -> SecondModel:
+    """The model of the folder ``path``. Collective."""
+    architecture, config = read_architecture(path), recipe.learner
+    model = build_model(architecture, config, device, recipe.precision, exact).requires_grad_(False)
+    WeightMap(model, architecture).load(path)
+    weights = nullcontext
+    if config.quantization is not None:
+        weights = partial(rounded_weights, model, recipe.rollout.quantization, architecture)
+    head = FusedHead(model) if config.fused_head else None
+    passes = Passes(model, model, config, device, None, exact, phase, weights)
+    if device.type != "cuda":
+        return SecondModel(passes, head, nullcontext)
+    host = HostCopy(device)
+    _leave(host, model)
+    return SecondModel(passes, head, partial(_here, host, model))
+
+
+@contextmanager
+def _here(host: HostCopy, model: torch.nn.Module) -> Iterator[None]:
+    host.come_back()
+    try:
+        yield
+    finally:
+        _leave(host, model)
+
+
+def _leave(host: HostCopy, model: torch.nn.Module) -> None:
+    host.leave(model.parameters())
+    torch.cuda.empty_cache()
+
+
+def take_off_rewards(batch: Batch, config: KlInReward) -> float:
+    """Give each sequence its `kl_penalty` β Σ_t k, of the tokens that the policy sampled; mean Σ_t k. Collective."""
+    own = [[_divergence(s, config.type)] for s in batch.sequences if s.holder == world_rank()]
+    sums = gather_rows(own, [s.holder for s in batch.sequences], 1)[:, 0]
+    for sequence, k in zip(batch.sequences, sums.tolist(), strict=True):
+        sequence.kl_penalty = config.coef * k
+    return float(sums.mean())
+
+
+def _divergence(sequence: Rollout, kind: str) -> float:
+    k = estimate(torch.from_numpy(sequence.old_logprobs - sequence.reference_logprobs), kind).double().numpy()
+    return float(np.sum(k, where=True if sequence.sampled is None else sequence.sampled))
