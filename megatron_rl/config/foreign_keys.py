@@ -151,6 +151,17 @@ objective.aggregation @by_token      | | --calculate-per-token-loss=false | loss
 objective.score_centering @centered  | | | loss_fn.score_centering
 objective.max_response_length @norm  | actor.loss_scale_factor | |
 objective.entropy_bonus float        | actor.entropy_coeff=0 | --entropy-coef=0.0 |
+objective.kl_loss @kl_loss           | actor.use_kl_loss | --use-kl-loss |
+objective.kl_loss.coef @kl_coefficient | actor.kl_loss_coef=0.001 | --kl-loss-coef
+    | loss_fn.reference_policy_kl_penalty=0.01
+objective.kl_loss.type @kl_type      | actor.kl_loss_type=low_var_kl | --kl-loss-type=k1
+    | loss_fn.reference_policy_kl_type=k3
+objective.kl_loss.cap @kl_cap        | | | loss_fn.kl_output_clamp_value=10.0
+objective.kl_loss.unbiased @kl_weighed | | --use-unbiased-kl | loss_fn.use_on_policy_kl_approximation
+objective.kl_in_reward @kl_in_reward | algorithm.use_kl_in_reward | | loss_fn.use_kl_in_reward
+objective.kl_in_reward.coef @kl_of_reward | algorithm.kl_ctrl.kl_coef=0.001 | --kl-coef |
+objective.kl_in_reward.type @kl_reward_type | algorithm.kl_penalty=kl | |
+- @kl_controller                     | algorithm.kl_ctrl.type=fixed | |
 objective.anchor @bypass             | corr.bypass_mode | --use-rollout-logprobs |
 objective.correction @weighs         | corr.rollout_is | --use-tis | loss_fn.use_importance_sampling_correction
 objective.correction @bound          | corr.rollout_is_threshold=2.0 | --tis-clip=2.0
@@ -247,9 +258,6 @@ monitor.sinks @project               | trainer.project_name=verl_examples | --wa
     | logger.wandb.project=nemo-rl
 monitor.sinks.wandb.entity @entity   | | --wandb-team |
 monitor.sinks.wandb.group @group     | | --wandb-group |
-- @kl_loss                           | actor.use_kl_loss | --use-kl-loss |
-- @kl_coefficient                    | actor.kl_loss_coef=0.001 | --kl-loss-coef
-    | loss_fn.reference_policy_kl_penalty=0.01
 """
 
 WITHOUT = """
@@ -260,7 +268,7 @@ weight decay stays as it is
     | mcore.scheduler.weight_decay_incr_style=constant
 nothing
     | actor_rollout_ref.ref.* critic.* trainer.critic_warmup algorithm.gamma algorithm.lam algorithm.kl_ctrl.*
-    algorithm.kl_penalty *.kl_loss_type ray_kwargs.* model_engine *.strategy trainer.device *.use_mbridge
+    ray_kwargs.* model_engine *.strategy trainer.device *.use_mbridge
     *.vanilla_mbridge *.use_remove_padding *.use_torch_compile *.calculate_log_probs *.free_cache_engine *.load_format
     rollout.mode rollout.log_prob_* rollout.prompt_length rollout.response_length rollout.disable_log_stats
     data.return_raw_* data.filter_overlong_prompts_workers data.val_batch_size data.dataloader_* *.trust_remote_code
@@ -271,8 +279,8 @@ nothing
     | --bf16 --attention-* --hidden-dropout --accumulate-allreduce-grads-in-fp32 --sequence-parallel --overlap-*
     --tp-comm-* --transformer-impl --balance-data --use-distributed-optimizer --update-weight-* --log-* --distributed-*
     --train-* --no-gradient-accumulation-fusion --use-precision-aware-optimizer --no-check-for-nan-*
-    --recompute-loss-function --moe-grouped-gemm --moe-permute-fusion --moe-token-drop-policy --kl-loss-type
-    --use-unbiased-kl --ref-* --ckpt-* --no-save-* --no-load-* --finetune --dist-ckpt-* --megatron-to-hf-mode
+    --recompute-loss-function --moe-grouped-gemm --moe-permute-fusion --moe-token-drop-policy
+    --ref-* --ckpt-* --no-save-* --no-load-* --finetune --dist-ckpt-* --megatron-to-hf-mode
     --num-gpus-per-node --wandb-* --tb-* --ci-* --debug-* --profile-* --record-memory-* --memory-* --dump-details
     --save-debug-* --use-fault-tolerance --metadata-key --reward-key --rollout-health-check-*
     --rollout-skip-special-tokens --offload* --no-offload* --eval-max-prompt-len --num-layers --hidden-size
@@ -351,7 +359,6 @@ from the second update of a step on the ratio is not 1 and is clipped | | | loss
 the text was not read; data.prompt.template and data.prompt.system have texts
     | | | data.*.prompt_file data.*.system_prompt_file
 no part of the data is held out; name a file of its own under data.validation | | | data.train.split_validation_size
-rewards, or the loss, lack the KL to a reference policy | algorithm.use_kl_in_reward | --kl-coef |
 """
 """Keys without counterpart: what changes, and patterns of keys; after =, the value that changes nothing."""
 

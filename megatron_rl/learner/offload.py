@@ -96,6 +96,28 @@ class HostCopy:
         self._places = {k: self._memory[start : start + storages[k].nbytes()] for k, start in starts.items()}
 
 
+class Visitor:
+    """Tensors that are on a GPU only inside `here`, and else in host memory. On a CPU they stay where they are."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device):
+        self._tensors, self._host = list(tensors), HostCopy(device)
+        self._leaves = device.type == "cuda"
+        self._leave()
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        self._host.come_back()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._leaves:
+            self._host.leave(self._tensors)
+            torch.cuda.empty_cache()
+
+
 class Offload:
     """The three parts of one learner, and which of them are away. A method without effect costs nothing.
 

@@ -6,8 +6,8 @@ experts, also where routes of the policy are replayed. On a GPU its weights lie 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from megatron_rl.config import Recipe
 from megatron_rl.config.objective import KlInReward
 from megatron_rl.learner.logprobs import FusedHead
 from megatron_rl.learner.model import build_model
-from megatron_rl.learner.offload import HostCopy
+from megatron_rl.learner.offload import Visitor
 from megatron_rl.learner.passes import Passes, PhaseFn
 from megatron_rl.model.architecture import read_architecture
 from megatron_rl.objective.reference_kl import estimate
@@ -48,25 +48,7 @@ def load_second_model(path: Path, recipe: Recipe, device: torch.device, exact: b
         weights = partial(rounded_weights, model, recipe.rollout.quantization, architecture)
     head = FusedHead(model) if config.fused_head else None
     passes = Passes(model, model, config, device, None, exact, phase, weights)
-    if device.type != "cuda":
-        return SecondModel(passes, head, nullcontext)
-    host = HostCopy(device)
-    _leave(host, model)
-    return SecondModel(passes, head, partial(_here, host, model))
-
-
-@contextmanager
-def _here(host: HostCopy, model: torch.nn.Module) -> Iterator[None]:
-    host.come_back()
-    try:
-        yield
-    finally:
-        _leave(host, model)
-
-
-def _leave(host: HostCopy, model: torch.nn.Module) -> None:
-    host.leave(model.parameters())
-    torch.cuda.empty_cache()
+    return SecondModel(passes, head, Visitor(model.parameters(), device).here)
 
 
 def take_off_rewards(batch: Batch, config: KlInReward) -> float:

@@ -16,13 +16,14 @@ MAX_K3 = KlLoss.model_fields["cap"].default
 def estimate(difference: Tensor, kind: str, cap: float | None = MAX_K3) -> Tensor:
     """Return k1, k2 or k3 of each token; ``difference``: d = log pi - log ref.
 
-    k1 = d;  k2 = d² / 2;  k3 = exp(-d) - 1 + d, at most ``cap``.
+    k1 = d;  k2 = d² / 2;  k3 = exp(-d) - 1 + d, at most ``cap``, of d clamped to ±MAX_LOG_RATIO.
     """
     if kind == "k1":
         return difference
     if kind == "k2":
         return difference.square() / 2
-    return k3(-difference).clamp(max=cap)
+    k = k3(-difference)
+    return k if cap is None else k.clamp(max=cap)
 
 
 def kl_loss(tokens: Tokens, log_ratio: Tensor, config: KlLoss) -> Tensor:

@@ -43,12 +43,51 @@ def objective(t: Translation) -> None:
             )
         else:
             t.lose("centered", "scores are not centred: that needs policy term reinforce, and weights of single tokens")
-    coefficient = real(t["kl_coefficient"]) or 0
-    if coefficient and (t["kl_loss"] is True or t.project == "NeMo-RL"):
-        t.lose(
-            "kl_loss" if t.is_set("kl_loss") and not t.is_set("kl_coefficient") else "kl_coefficient",
-            f"there is no reference policy: the loss lacks {coefficient:g} times the KL to it",
-        )
+    _divergence(t)
+
+
+def _divergence(t: Translation) -> None:
+    """The KL to a reference policy, in the loss and in the reward."""
+    coefficient, of_reward = real(t["kl_coefficient"]) or 0, real(t["kl_of_reward"]) or 0
+    in_loss = coefficient > 0 and (t["kl_loss"] is True or t.project == "NeMo-RL")
+    in_reward = t["kl_in_reward"] is True and t.project == "verl" and of_reward > 0
+    if t.project == "NeMo-RL" and t["kl_in_reward"] is True:
+        t.lose("kl_in_reward", "advantages of tokens lack the KL of the token; objective.kl_in_reward is of responses")
+        in_loss = False
+    if t.project == "slime" and of_reward and str(t["estimator"]).startswith("reinforce_plus_plus"):
+        t.lose("kl_of_reward", "advantages of tokens lack the KL of the token; objective.kl_in_reward is of responses")
+    if not (in_loss or in_reward):
+        return
+    if not t.ours("rollout.kept_sets") and ((t.ours("rollout.top_p") or 1) < 1 or t.ours("rollout.top_k")):
+        t.lose("kl_coefficient" if in_loss else "kl_in_reward", "responses are of a part of the tokens: no KL is known")
+        return
+    t.put("reference", {})
+    if in_loss and (kind := _kl_type(str(t["kl_type"]))):
+        t.put("objective.kl_loss", {"coef": coefficient, "type": kind})
+        if kind.startswith("k3") and (t.project == "NeMo-RL" or (t["kl_type"] == "k3" and t.project == "slime")):
+            t.put("objective.kl_loss.cap", real(t["kl_cap"]) if t.project == "NeMo-RL" else None)
+        if t["kl_weighed"] is True and t.project == "slime":
+            t.put("objective.kl_loss.unbiased", True)
+        elif t["kl_weighed"] is True:
+            t.lose(
+                "kl_weighed", "the KL is not weighed; objective.kl_loss.unbiased weighs it, with the ratio's gradient"
+            )
+    elif in_loss:
+        t.lose("kl_type", f"no such estimate: the loss lacks {coefficient:g} times the KL")
+    if in_reward and (kind := _kl_type(str(t["kl_reward_type"])).rstrip("+")):
+        t.put("objective.kl_in_reward", {"coef": of_reward, "type": kind})
+        if t["kl_controller"] != "fixed":
+            t.lose("kl_controller", "the coefficient stays as it is")
+    elif in_reward:
+        t.lose("kl_reward_type", f"no such estimate: rewards lack {of_reward:g} times the KL")
+
+
+def _kl_type(name: str) -> str:
+    """Ours for an estimate of theirs; "" where there is none."""
+    base, plus = name.rstrip("+"), "+" * name.endswith("+")
+    ours = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(base, base)
+    plain = ours if ours in ("k1", "k2", "k3") else ""
+    return plain + plus * (plain in ("k1", "k3"))
 
 
 def _advantage(t: Translation) -> None:

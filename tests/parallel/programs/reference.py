@@ -33,6 +33,14 @@ def train(num_steps: int, minibatches: int = 1, folder: str = "", resumed: str =
     return results
 
 
+def trained_folder(folder: str) -> str:
+    """A Hugging Face folder of the tiny model after an update."""
+    learner = Learner(tiny_recipe())
+    learner.update(stored_rollouts(7))
+    learner.export_hf(Path(folder))
+    return folder
+
+
 def passes_of(path: str, **sections: Any) -> list[np.ndarray]:
     """Log-probs of the last update's sequences under the model ``path``, as a policy."""
-    return Learner(tiny_recipe(model={"path": path}, **sections)).compute_logprobs(stored_rollouts(0), "native")
+    return Learner(tiny_recipe(model={"path": path}, **sections)).compute_logprobs(stored_rollouts(1), "native")

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.config.learner import OffloadConfig
 from megatron_rl.errors import Fault
-from megatron_rl.learner.offload import HostCopy, Offload
+from megatron_rl.learner.offload import HostCopy, Offload, Visitor
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
@@ -120,3 +120,15 @@ def test_the_cache_is_emptied_once_something_left(monkeypatch):
         offload.step_aside(weights=True)
         assert cudart.calls == calls
     assert storage_bytes(module.weight) == 0
+
+
+def test_a_visitor_is_there_inside_alone(monkeypatch):
+    cudart, weight = on_a_gpu(monkeypatch), torch.arange(6.0)
+    visitor = Visitor([weight], torch.device("cpu"))
+    assert weight.tolist() == [0, 1, 2, 3, 4, 5], "on a CPU it stays"
+    visitor._leaves = True
+    for _ in range(2):
+        with visitor.here():
+            assert weight.tolist() == [0, 1, 2, 3, 4, 5]
+        assert storage_bytes(weight) == 0
+    assert cudart.calls == ["empty_cache"] * 2
