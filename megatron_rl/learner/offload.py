@@ -47,8 +47,10 @@ class HostCopy:
         self._places: dict[int, torch.Tensor] = {}  # storage → its bytes in host memory
         self._away: dict[int, torch.UntypedStorage] = {}
 
-    def leave(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy the storages of ``tensors`` to host memory and free them. Nothing happens where they are away."""
+    def leave(self, tensors: Iterable[torch.Tensor], are_as_they_came: bool = False) -> None:
+        """Copy the storages of ``tensors`` to host memory and free them. Nothing happens where they are away.
+
+        ``are_as_they_came``: what came back last is freed alone, as its values are in host memory."""
         if self._away:
             return
         storages = {_key(t): t.untyped_storage() for t in tensors if t.device.type == self._device.type}
@@ -57,7 +59,7 @@ class HostCopy:
             k: p.numel() for k, p in self._places.items()
         }:
             self._allocate(storages)
-        for key, storage in storages.items():
+        for key, storage in () if are_as_they_came else storages.items():
             self._places[key].copy_(_bytes(storage), non_blocking=True)
         if self._is_gpu:
             torch.cuda.current_stream().synchronize()
@@ -97,12 +99,12 @@ class HostCopy:
 
 
 class Visitor:
-    """Tensors that are on a GPU only inside `here`, and else in host memory. On a CPU they stay where they are."""
+    """Tensors that nothing changes, on a GPU only inside `here`, and else in host memory. On a CPU they stay."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device):
         self._tensors, self._host = list(tensors), HostCopy(device)
         self._leaves = device.type == "cuda"
-        self._leave()
+        self._leave(first=True)
 
     @contextmanager
     def here(self) -> Iterator[None]:
@@ -112,9 +114,9 @@ class Visitor:
         finally:
             self._leave()
 
-    def _leave(self) -> None:
+    def _leave(self, first: bool = False) -> None:
         if self._leaves:
-            self._host.leave(self._tensors)
+            self._host.leave(self._tensors, are_as_they_came=not first)
             torch.cuda.empty_cache()
 
 

@@ -14,7 +14,14 @@ from dataclasses import dataclass, replace
 from megatron_rl.config.learner import OffloadConfig
 from megatron_rl.instruments.plan.generation import EngineMemory, cache_beside, engine_memory, runtime_bytes
 from megatron_rl.instruments.plan.hardware import ALLOCATOR, BROADCAST_BYTES, EXPERT_IMBALANCE, GIB, PROCESS_GIB
-from megatron_rl.instruments.plan.learner import BYTES, Activations, LearnerMemory, checkpoint_cost, learner_memory
+from megatron_rl.instruments.plan.learner import (
+    BYTES,
+    Activations,
+    LearnerMemory,
+    checkpoint_cost,
+    learner_memory,
+    stage_parameters,
+)
 from megatron_rl.instruments.plan.workload import Workload
 
 
@@ -113,26 +120,32 @@ def memory_plan(work: Workload, utilization: float | None = None) -> MemoryPlan:
     def phase(name: str, items: list[tuple[str, float]]) -> Phase:
         return Phase(name, tuple(items), capacity, margin * (name == "learning"))
 
+    sent = ("learner at rest, weights included", learner.at_rest(offload.model_copy(update={"weights": False})))
+
+    def scoring(*beside: tuple[str, float]) -> tuple[Phase, ...]:
+        items = [sent, *_reference_pass(work), *beside, runtime]
+        return (phase("reference policy", items),) if work.reference is not None else ()
+
     if placement == "exact":
         cache_memory = exact_cache(work)
         cache = ("key/value cache", max(cache_memory.cache, 0.0))
         generating = [at_rest, ("forward pass", _forward(work)), cache, runtime]
         if work.samples_other_weights:
             generating.append(("its own weights, while others sample", learner.weights))
-        phases = (phase("learning", learning), phase("generating", generating))
+        phases = (phase("learning", learning), *scoring(), phase("generating", generating))
         return MemoryPlan(placement, learner, None, phases, cache_memory)
     utilization = work.recipe.rollout.gpu_memory_utilization if utilization is None else utilization
     engine = engine_memory(work.recipe, work.architecture, work.gpu, utilization)
     if placement == "servers":
         if not work.recipe.rollout.why_files:
             learning.append(("weights on their way to servers", float(BROADCAST_BYTES)))
-        phases = (phase("learning", learning), phase("generating", _engine_items(engine)))
+        phases = (phase("learning", learning), *scoring(), phase("generating", _engine_items(engine)))
         return MemoryPlan(placement, learner, engine, phases)
     learning.append(("engine asleep", engine.graphs))
-    sent = ("learner at rest, weights included", learner.at_rest(offload.model_copy(update={"weights": False})))
     handover = [*_engine_items(replace(engine, activations=0.0, cache=0.0)), sent, ("on their way", _handover(work))]
     phases = (
         phase("learning", learning),
+        *scoring(("engine asleep", engine.graphs)),
         phase("generating", [*_engine_items(engine), at_rest, runtime]),
         phase("handing over the weights", [*handover, runtime]),
     )
@@ -232,6 +245,21 @@ def _forward(work: Workload) -> float:
     return max(activations.layer(moe) for moe in set(work.architecture.moe_layers)) + activations.head_peak()
 
 
+def reference_weights(work: Workload) -> float:
+    """Return the bytes of a rank's weights of the reference policy; 0 without a second copy."""
+    if work.reference is None:
+        return 0.0
+    stages = stage_parameters(work.reference, work.parallel)
+    return float(max(stage.total for stage in stages) * BYTES[work.recipe.learner.dtype])
+
+
+def _reference_pass(work: Workload) -> list[tuple[str, float]]:
+    if work.reference is None:
+        return []
+    forward = _forward(replace(work, architecture=work.reference))
+    return [("its weights", reference_weights(work)), ("forward pass", forward)]
+
+
 # Memory of one node's host.
 
 
@@ -244,6 +272,7 @@ def host_phase(work: Workload, plan: MemoryPlan) -> Phase:
         ("processes", ranks * PROCESS_GIB * GIB),
         ("Adam's states, page-locked", ranks * plan.learner.states * offload.optimizer),
         ("weights, page-locked", ranks * plan.learner.weights * offload.weights),
+        ("weights of the reference policy, page-locked", ranks * reference_weights(work)),
         ("weights of earlier updates", ranks * plan.learner.weights * work.earlier_weights),
         (
             "the learner before a proposed update (acceptance)",

@@ -219,6 +219,7 @@ PHASES = {
     "refit": "weights to the engine",
     "switch": "sleep and wake of the engine",
     "offload": "copies to and from host memory (learner.offload)",
+    "reference": "log-probs under the reference policy",
     "acceptance": "responses that judge the update, and the weights once more (acceptance)",
 }
 

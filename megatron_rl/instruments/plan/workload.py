@@ -27,7 +27,7 @@ from megatron_rl.instruments.plan.hardware import (
     SPREAD,
     Gpu,
 )
-from megatron_rl.model.architecture import Architecture
+from megatron_rl.model.architecture import Architecture, shape_of
 
 NUMBER = r"(\d+(?:\.\d+)?)"
 LOGNORMAL = re.compile(rf"lognormal:{NUMBER},{NUMBER}(?:,{NUMBER})?")
@@ -194,6 +194,14 @@ class Workload:
         """Tokens of the head that comes with each sampled token; 0 without `rollout.sampled_head`."""
         rollout = self.recipe.rollout
         return rollout.sampled_head and (rollout.candidates or rollout.sampled_head)
+
+    @cached_property
+    def reference(self) -> Architecture | None:
+        """The shape of a reference policy that has weights of its own; None without one."""
+        reference = self.recipe.reference
+        if reference is None or (reference.path is None and self.recipe.learner.lora is not None):
+            return None
+        return self.architecture if reference.path is None else shape_of(reference.path)[0]
 
     @property
     def samples_other_weights(self) -> bool:

@@ -127,8 +127,10 @@ def test_a_visitor_is_there_inside_alone(monkeypatch):
     visitor = Visitor([weight], torch.device("cpu"))
     assert weight.tolist() == [0, 1, 2, 3, 4, 5], "on a CPU it stays"
     visitor._leaves = True
+    visitor._leave(first=True)
     for _ in range(2):
+        assert storage_bytes(weight) == 0
         with visitor.here():
             assert weight.tolist() == [0, 1, 2, 3, 4, 5]
-        assert storage_bytes(weight) == 0
-    assert cudart.calls == ["empty_cache"] * 2
+    assert storage_bytes(weight) == 0
+    assert cudart.calls == ["empty_cache"] * 3

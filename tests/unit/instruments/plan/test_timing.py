@@ -10,7 +10,7 @@ from megatron_rl.instruments.plan.learner import (
     active_parameters,
     stage_parameters,
 )
-from megatron_rl.instruments.plan.memory import memory_plan
+from megatron_rl.instruments.plan.memory import host_phase, memory_plan
 from megatron_rl.instruments.plan.timing import num_expert_matrices, step_time
 from tests.support.planned import DENSE, MOE, work
 from tests.support.rounding import rounded
@@ -74,6 +74,29 @@ def test_a_judged_update_costs_its_responses_a_pass_and_the_weights_once_more():
     assert 0 <= step.generate + step.old_logprobs + plain.refit - judged.acceptance <= of_microbatch * (1 + 1e-9)
     assert judged.total == rounded(plain.total + judged.acceptance, scale=1e3)
     assert plain.acceptance == 0.0
+
+
+def test_a_reference_policy_costs_a_pass_and_its_weights():
+    """A copy of the weights of each rank in host memory, which comes once a step; with LoRA a pass alone."""
+    plain, one, lora = (
+        work(MOE, "h100-80", *keys)
+        for keys in ((), ("reference={}",), ("reference={}", "learner.lora={rank: 8, alpha: 16}"))
+    )
+    memory = memory_plan(one)
+    weights = 2 * max(stage.total for stage in stage_parameters(one.architecture, one.parallel))
+    before, after = step_time(plain, memory.engine), step_time(one, memory.engine)
+    assert before.reference == 0.0 < after.reference
+    assert after.reference == step_time(work(MOE, "h100-80", "batch.minibatches=4"), memory.engine).old_logprobs
+    assert after.offload - before.offload == rounded(weights / (HOST_LINK * one.gpu.host_link), scale=10)
+    (phase,) = (phase for phase in memory.phases if phase.name == "reference policy")
+    assert dict(phase.items)["its weights"] == weights
+    host = "weights of the reference policy, page-locked"
+    assert dict(host_phase(one, memory).items)[host] == weights * one.gpus_per_node
+    for other in (plain, lora):
+        found = memory_plan(other)
+        assert "reference policy" not in {phase.name for phase in found.phases}
+        assert host not in dict(host_phase(other, found).items)
+    assert step_time(lora, memory.engine).reference == after.reference
 
 
 def test_a_pass_of_each_response_alone_waits_for_every_stage():
