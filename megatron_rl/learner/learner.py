@@ -131,7 +131,6 @@ class Learner:
         if self.config.quantization is not None:
             weights = partial(rounded_weights, model, recipe.rollout.quantization, self.architecture)
         self.passes = Passes(self.model, model, self.config, self.device, self.replay, self.exact, phase, weights)
-        self.second_models = self._second_models()
         loss_scale = self.config.loss_scale if self.config.dtype == "fp16" else None
         self.overflow = OverflowGuard(
             self.optimizer, loss_scale, self.config.max_consecutive_overflows, self._trained_parameters
@@ -152,8 +151,9 @@ class Learner:
         vars(self).clear()
         gc.collect()
 
-    def _second_models(self) -> dict[str, SecondModel]:
-        """Those on these ranks, by the field of `Rollout` that they fill. Collective."""
+    @cached_property
+    def second_models(self) -> dict[str, SecondModel]:
+        """Those on these ranks, by the field of `Rollout` that they fill; loaded at the first update. Collective."""
         reference = self.recipe.reference
         if reference is None:
             return {}

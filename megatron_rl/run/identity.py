@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.checkpoint.manifest import TRAINER_FILE, checkpoint_step, list_checkpoints
 from megatron_rl.config import Recipe
 from megatron_rl.config.objective import user_functions
@@ -38,6 +40,7 @@ MAY_CHANGE = (
     "name",
     "run_root",
     "model.path",
+    "reference.path",
     "data.train",
     "data.validation",
     # How long the run is. `_moves_the_schedule` has the exception.
@@ -76,6 +79,7 @@ MAY_CHANGE = (
 )
 SHOWN_CHARACTERS = 100  # of a value in a message
 ABSENT = "absent"
+WEIGHTS_READ = 2**20  # bytes of a file of weights
 
 
 @dataclass(frozen=True)
@@ -170,16 +174,17 @@ class Comparison:
 
 
 def contents(recipe: Recipe, train: Sequence[Prompt], validation: Sequence[Prompt]) -> dict[str, Any]:
-    """What the files hold that the recipe names: model without its weights, prompts, functions of
-    the reward, the rollout and the objective.
+    """What the files hold that the recipe names: model without its weights, a reference policy with them, prompts,
+    functions of the reward, the rollout and the objective.
 
-    Weights are left out, because a resumed run has its own.
+    The model's weights are left out, because a resumed run has its own.
     """
     rewards = {recipe.reward.name, *recipe.reward.by_source.values()}
     return {
         "model": {name: _model_file(recipe.model.path / name) for name in _MODEL_FILES},
         "data": {"train": prompts_digest(train), "validation": prompts_digest(validation)},
         "reward": _files_of(rewards),
+        **({} if recipe.reference is None else {"reference": _weights(recipe.reference.path or recipe.model.path)}),
         **({"rollout": _files_of([function])} if (function := recipe.rollout.function) else {}),
         **({"objective": own} if (own := _files_of(user_functions(recipe.objective))) else {}),
     }
@@ -202,6 +207,17 @@ def _model_file(path: Path) -> Any:
         return {key: value for key, value in json.loads(data).items() if key not in _INCIDENTAL}
     except (ValueError, AttributeError):
         return _digest(data)
+
+
+def _weights(folder: Path) -> dict[str, str]:
+    """The digest of each file of weights: of its size and its end, which any training changes."""
+    digests = {}
+    for path in HFFolder(folder).files:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - WEIGHTS_READ))
+            digests[path.name] = _digest(f"{size} ".encode() + file.read())
+    return digests
 
 
 def _digest(data: bytes) -> str:

@@ -231,7 +231,10 @@ def compare(
 
 
 def _with_model(recipe: Recipe, path: Path) -> Recipe:
-    return changed_recipe(recipe, {"model": {"path": str(path)}})
+    changes = {"model": {"path": str(path)}}
+    if recipe.reference is not None and recipe.reference.path is None:
+        changes["reference"] = {"path": str(recipe.model.path)}  # it is what the run started from
+    return changed_recipe(recipe, changes)
 
 
 def changed_recipe(recipe: Recipe, changes: dict[str, dict[str, Any]]) -> Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -10,7 +11,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.monitor import RunDirectory, write_environment
 from megatron_rl.run import identity
 from megatron_rl.types import Prompt
-from tests.support.tiny import tiny_recipe
+from tests.support.tiny import MODEL, tiny_recipe
 
 
 @pytest.fixture
@@ -83,6 +84,26 @@ def test_an_edited_reward_function_is_noticed(directory, tmp_path):
     assert change.key == f"reward.{file}:score"
     write_environment(directory.environment, {}, contents[1])  # a later start: its contents are the last ones
     assert identity.compare(directory, recipe, contents[1]) == identity.Comparison()
+
+
+def test_a_reference_with_other_weights_is_noticed(tmp_path):
+    """Wherever it lies; the weights of the policy itself do not count."""
+    for name in ("moved", "trained"):
+        shutil.copytree(MODEL, tmp_path / name)
+    file = tmp_path / "trained" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+    def contents(path, **keys):
+        return identity.contents(tiny_recipe(model={"path": str(path)}, **keys), [], [])
+
+    first = contents(MODEL, reference={})
+    assert contents(tmp_path / "moved", reference={}) == first
+    assert contents(tmp_path / "trained", reference={"path": str(MODEL)}) == first
+    other = contents(MODEL, reference={"path": str(tmp_path / "trained")})
+    assert other == contents(tmp_path / "trained", reference={}) != first
+    assert contents(tmp_path / "trained") == contents(MODEL) == {k: v for k, v in first.items() if k != "reference"}
 
 
 @pytest.mark.parametrize("text", ["", "many", "7 steps"])

@@ -78,9 +78,16 @@ def test_alarms_may_change_unless_they_set_the_learning_rate():
     assert refused[0].endswith("(alarms with decay_lr or rollback set the learning rate)")
 
 
+def test_a_reference_may_move_but_not_begin():
+    allowed, refused = changed({"reference": {}}, {"reference": {"path": "/elsewhere"}})
+    assert (allowed, refused) == (["reference.path: null → /elsewhere"], [])
+    assert changed({}, {"reference": {}})[0] == ["reference.path: absent → null"]
+    assert changed({}, {"reference": {}})[1] == ["reference: null → absent"]
+
+
 def test_every_key_that_may_change_exists():
     """A pattern that matches no key would be a promise about nothing."""
-    keys = {change.key for change in differences({}, values())}
+    keys = {change.key for change in differences({}, values(reference={}))}
     assert [pattern for pattern in MAY_CHANGE if not any(fnmatchcase(key, pattern) for key in keys)] == []
 
 
