@@ -249,6 +249,15 @@ class RecipeSections(Section):
         return self.batch.prompts * self.rollout.num_samples
 
     @property
+    def scored_by_learner(self) -> dict[str, Path | None]:
+        """The folders of the models that score tokens on the learner's ranks, by the field of `Rollout` that they fill;
+        None: the policy without its adapters."""
+        if self.reference is None:
+            return {}
+        is_policy = self.reference.path is None and self.learner.lora is not None
+        return {"reference_logprobs": None if is_policy else self.reference.path or self.model.path}
+
+    @property
     def makes_old_logprobs(self) -> bool:
         """Whether a step has a pass for old log-probs before its first update: for the objective, or for R2's routes.
 

@@ -154,14 +154,12 @@ class Learner:
     @cached_property
     def second_models(self) -> dict[str, SecondModel]:
         """Those on these ranks, by the field of `Rollout` that they fill; loaded at the first update. Collective."""
-        reference = self.recipe.reference
-        if reference is None:
-            return {}
-        if reference.path is None and self.adapters is not None:
-            return {"reference_logprobs": SecondModel(self.passes, self.head, self.adapters.off)}
-        path = reference.path or self.recipe.model.path
-        loaded = load_second_model(path, self.recipe, self.device, self.exact, self.phase)
-        return {"reference_logprobs": loaded}
+        return {
+            name: SecondModel(self.passes, self.head, self.adapters.off)
+            if path is None
+            else load_second_model(path, self.recipe, self.device, self.exact, self.phase)
+            for name, path in self.recipe.scored_by_learner.items()
+        }
 
     @cached_property
     def replicas(self) -> Replicas:

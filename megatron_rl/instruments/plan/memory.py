@@ -23,6 +23,7 @@ from megatron_rl.instruments.plan.learner import (
     stage_parameters,
 )
 from megatron_rl.instruments.plan.workload import Workload
+from megatron_rl.model.architecture import Architecture
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,10 @@ def memory_plan(work: Workload, utilization: float | None = None) -> MemoryPlan:
     sent = ("learner at rest, weights included", learner.at_rest(offload.model_copy(update={"weights": False})))
 
     def scoring(*beside: tuple[str, float]) -> tuple[Phase, ...]:
-        items = [sent, *_reference_pass(work), *beside, runtime]
-        return (phase("reference policy", items),) if work.reference is not None else ()
+        others = [a for a in work.second_models if a is not None]
+        peak = max((second_weights(work, a) + _forward(replace(work, architecture=a)) for a in others), default=0.0)
+        items = [sent, ("its weights and forward pass", peak), *beside, runtime]
+        return (phase("second model", items),) if others else ()
 
     if placement == "exact":
         cache_memory = exact_cache(work)
@@ -245,19 +248,10 @@ def _forward(work: Workload) -> float:
     return max(activations.layer(moe) for moe in set(work.architecture.moe_layers)) + activations.head_peak()
 
 
-def reference_weights(work: Workload) -> float:
-    """Return the bytes of a rank's weights of the reference policy; 0 without a second copy."""
-    if work.reference is None:
-        return 0.0
-    stages = stage_parameters(work.reference, work.parallel)
-    return float(max(stage.total for stage in stages) * BYTES[work.recipe.learner.dtype])
-
-
-def _reference_pass(work: Workload) -> list[tuple[str, float]]:
-    if work.reference is None:
-        return []
-    forward = _forward(replace(work, architecture=work.reference))
-    return [("its weights", reference_weights(work)), ("forward pass", forward)]
+def second_weights(work: Workload, *shapes: Architecture | None) -> float:
+    """Return the bytes of a rank's weights of second models; all of them where none is named."""
+    stages = [stage_parameters(a, work.parallel) for a in shapes or work.second_models if a is not None]
+    return float(sum(max(stage.total for stage in its) for its in stages) * BYTES[work.recipe.learner.dtype])
 
 
 # Memory of one node's host.
@@ -272,7 +266,7 @@ def host_phase(work: Workload, plan: MemoryPlan) -> Phase:
         ("processes", ranks * PROCESS_GIB * GIB),
         ("Adam's states, page-locked", ranks * plan.learner.states * offload.optimizer),
         ("weights, page-locked", ranks * plan.learner.weights * offload.weights),
-        ("weights of the reference policy, page-locked", ranks * reference_weights(work)),
+        ("weights of second models, page-locked", ranks * second_weights(work)),
         ("weights of earlier updates", ranks * plan.learner.weights * work.earlier_weights),
         (
             "the learner before a proposed update (acceptance)",

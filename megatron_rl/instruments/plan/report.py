@@ -219,7 +219,7 @@ PHASES = {
     "refit": "weights to the engine",
     "switch": "sleep and wake of the engine",
     "offload": "copies to and from host memory (learner.offload)",
-    "reference": "log-probs under the reference policy",
+    "second_models": "log-probs under second models (reference)",
     "acceptance": "responses that judge the update, and the weights once more (acceptance)",
 }
 

@@ -21,7 +21,7 @@ from megatron_rl.instruments.plan.learner import (
     stage_parameters,
     total_parameters,
 )
-from megatron_rl.instruments.plan.memory import exact_cache, learner_stages, reference_weights
+from megatron_rl.instruments.plan.memory import exact_cache, learner_stages, second_weights
 from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.architecture import Architecture
 from megatron_rl.model.families import FAMILIES
@@ -43,13 +43,13 @@ class StepTime:
     switch: float = 0.0  # fixed parts of sleep and wake of an engine beside the learner
     offload: float = 0.0  # offload copies in both directions
     scores: float = 0.0  # a pass of each response alone: objective.advantage min_variance
-    reference: float = 0.0  # log-probs under the reference policy
+    second_models: float = 0.0  # log-probs under models beside the policy
     acceptance: float = 0.0  # responses that judge an update, their log-probs, and the weights sent once more
     samples_ahead: bool = False  # rollout.max_staleness > 0: servers generate the next batch meanwhile
 
     @property
     def learning(self) -> float:
-        return self.old_logprobs + self.reference + self.scores + self.update + self.optimizer
+        return self.old_logprobs + self.second_models + self.scores + self.update + self.optimizer
 
     @property
     def hidden(self) -> float:
@@ -104,7 +104,9 @@ def step_time(work: Workload, engine: EngineMemory | None) -> StepTime:
         offload=_offload(work),
         # Responses go through the pipeline one after the other, so that each stage waits for the others.
         scores=forward.of(3 + again) * work.parallel.pipeline if scored else 0.0,
-        reference=_reference(work),
+        second_models=sum(
+            _pass_seconds(replace(work, architecture=shape or work.architecture)).of(1) for shape in work.second_models
+        ),
         acceptance=_acceptance(work, engine, refit),
         samples_ahead=recipe.rollout.max_staleness > 0,
     )
@@ -125,13 +127,6 @@ def _acceptance(work: Workload, engine: EngineMemory | None, refit: float) -> fl
         "batch", prompts=config.prompts, filter_groups=False, max_generations=1, generation_prompts=None
     ).with_keys("rollout", num_samples=config.num_samples)
     return _sampling(work, judged, engine) + _pass_seconds(judged).of(1) + refit
-
-
-def _reference(work: Workload) -> float:
-    """Return the seconds of the reference policy's pass; of LoRA the policy itself makes it."""
-    if work.recipe.reference is None:
-        return 0.0
-    return _pass_seconds(replace(work, architecture=work.reference or work.architecture)).of(1)
 
 
 # -- learning
@@ -278,7 +273,7 @@ def _offload(work: Workload) -> float:
     """Return the seconds of offload copies.
 
     Each part leaves and returns once per step; Adam's states do so in every update if they are away during passes. If
-    sampling uses older weights, the current ones leave and older ones return once per step. A reference policy comes.
+    sampling uses older weights, the current ones leave and older ones return once per step. Second models come.
     """
     offload, updates = work.recipe.learner.offload, work.recipe.batch.minibatches
     stages = learner_stages(work)
@@ -286,7 +281,7 @@ def _offload(work: Workload) -> float:
     rounds = updates if offload.during_passes else 1
     kept_weights = offload.weights + (work.earlier_weights > 0)
     moved = 2 * (rounds * states * offload.optimizer + weights * kept_weights)
-    return (moved + reference_weights(work)) / (hw.HOST_LINK * work.gpu.host_link)
+    return (moved + second_weights(work)) / (hw.HOST_LINK * work.gpu.host_link)
 
 
 def num_tensors(a: Architecture) -> int:

@@ -196,12 +196,12 @@ class Workload:
         return rollout.sampled_head and (rollout.candidates or rollout.sampled_head)
 
     @cached_property
-    def reference(self) -> Architecture | None:
-        """The shape of a reference policy that has weights of its own; None without one."""
-        reference = self.recipe.reference
-        if reference is None or (reference.path is None and self.recipe.learner.lora is not None):
-            return None
-        return self.architecture if reference.path is None else shape_of(reference.path)[0]
+    def second_models(self) -> tuple[Architecture | None, ...]:
+        """Shapes of the models that score tokens on the learner's ranks; None: the policy itself, with its weights."""
+        paths = self.recipe.scored_by_learner.values()
+        return tuple(
+            self.architecture if path == self.recipe.model.path else path and shape_of(path)[0] for path in paths
+        )
 
     @property
     def samples_other_weights(self) -> bool:

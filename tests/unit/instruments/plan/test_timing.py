@@ -85,18 +85,18 @@ def test_a_reference_policy_costs_a_pass_and_its_weights():
     memory = memory_plan(one)
     weights = 2 * max(stage.total for stage in stage_parameters(one.architecture, one.parallel))
     before, after = step_time(plain, memory.engine), step_time(one, memory.engine)
-    assert before.reference == 0.0 < after.reference
-    assert after.reference == step_time(work(MOE, "h100-80", "batch.minibatches=4"), memory.engine).old_logprobs
+    assert before.second_models == 0.0 < after.second_models
+    assert after.second_models == step_time(work(MOE, "h100-80", "batch.minibatches=4"), memory.engine).old_logprobs
     assert after.offload - before.offload == rounded(weights / (HOST_LINK * one.gpu.host_link), scale=10)
-    (phase,) = (phase for phase in memory.phases if phase.name == "reference policy")
-    assert dict(phase.items)["its weights"] == weights
-    host = "weights of the reference policy, page-locked"
+    (phase,) = (phase for phase in memory.phases if phase.name == "second model")
+    assert dict(phase.items)["its weights and forward pass"] > weights
+    host = "weights of second models, page-locked"
     assert dict(host_phase(one, memory).items)[host] == weights * one.gpus_per_node
     for other in (plain, lora):
         found = memory_plan(other)
-        assert "reference policy" not in {phase.name for phase in found.phases}
+        assert "second model" not in {phase.name for phase in found.phases}
         assert host not in dict(host_phase(other, found).items)
-    assert step_time(lora, memory.engine).reference == after.reference
+    assert step_time(lora, memory.engine).second_models == after.second_models
 
 
 def test_a_pass_of_each_response_alone_waits_for_every_stage():
