@@ -23,7 +23,15 @@ from pydantic import (
 )
 
 from megatron_rl.config.base import FunctionUnder, LookedUp, Section, Short, ShortList, is_function_path
-from megatron_rl.config.policy_terms import FunctionPath, FunctionTerm, Parameters, PolicyTerm, PpoClip
+from megatron_rl.config.policy_terms import (
+    FunctionPath,
+    FunctionTerm,
+    KlInReward,
+    KlLoss,
+    Parameters,
+    PolicyTerm,
+    PpoClip,
+)
 from megatron_rl.errors import OwnWarning
 
 # Corrections of the training-inference mismatch in the `objective` section. Equations: `objective/corrections.py`.
@@ -210,37 +218,6 @@ class Variance(Section):
 
 
 Anchor = Literal["recompute", "bypass", "interpolate"]
-KlType = Literal["k1", "k2", "k3", "k1+", "k3+"]
-
-
-class KlLoss(Section):
-    """The divergence from `reference` in the loss."""
-
-    coef: PositiveFloat = 0.001
-    """β: β k is added to the loss of each token, whatever the corrections do."""
-    type: KlType = "k3"
-    """k of a token, with d = log pi - log ref: k1 is d, k2 d²/2, k3 exp(-d) - 1 + d. k1+ and k3+ have the value of k1
-    and k3, and the gradient of k2, whose mean over tokens of pi is the gradient of the divergence."""
-    cap: PositiveFloat | None = 10.0
-    """k3 is at most this, without a gradient beyond. null: no bound."""
-    unbiased: bool = False
-    """true: k times the token's ratio r, or w where the objective is anchored on the rollout engine, with the gradient
-    of both (DeepSeek-V3.2): the tokens were sampled by another policy than pi. Not with k1+ and k3+."""
-
-    @model_validator(mode="after")
-    def _has_one_gradient(self) -> KlLoss:
-        if self.unbiased and self.type.endswith("+"):
-            raise ValueError(f"unbiased: true with type {self.type}, whose gradient is k2's; use {self.type[:-1]}")
-        return self
-
-
-class KlInReward(Section):
-    """The divergence from `reference` in the reward."""
-
-    coef: PositiveFloat = 0.001
-    """β: β Σ_t k is subtracted from the reward of a response, before advantages."""
-    type: Literal["k1", "k2", "k3"] = "k1"
-    """k of a token as in `kl_loss`, with d = log po - log ref, and k3 of at most 10."""
 
 
 class ObjectiveConfig(Section):

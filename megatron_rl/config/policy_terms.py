@@ -1,4 +1,5 @@
-"""Policy terms of the `objective` section: their parameters. Equations: `objective/policy_terms.py`.
+"""Policy terms of the `objective` section, and its divergences from a reference policy: their parameters. Equations:
+`objective/policy_terms.py`, `objective/reference_kl.py`.
 
 Symbols: mu = probability under the rollout engine, po = under the learner at rollout weights, pi = under the learner
 now; r = pi/po, w = pi/mu; A = advantage.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Discriminator, Field, PositiveFloat
+from pydantic import Discriminator, Field, PositiveFloat, model_validator
 
 from megatron_rl.config.base import FUNCTION_PATH, LookedUp, Section
 
@@ -160,3 +161,33 @@ PolicyTerm = Annotated[
     PpoClip | Gspo | Gmpo | Cispo | Reinforce | MiniRl | Dppo | Sapo | Vespo | Fipo | FunctionTerm,
     Discriminator("name"),
 ]
+
+
+class KlLoss(Section):
+    """The divergence from `reference` in the loss."""
+
+    coef: PositiveFloat = 0.001
+    """β: β k is added to the loss of each token, whatever the corrections do."""
+    type: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
+    """k of a token, with d = log pi - log ref: k1 is d, k2 d²/2, k3 exp(-d) - 1 + d. k1+ and k3+ have the value of k1
+    and k3, and the gradient of k2, whose mean over tokens of pi is the gradient of the divergence."""
+    cap: PositiveFloat | None = 10.0
+    """k3 is at most this, without a gradient beyond. null: no bound."""
+    unbiased: bool = False
+    """true: k times the token's ratio r, or w where the objective is anchored on the rollout engine, with the gradient
+    of both (DeepSeek-V3.2): the tokens were sampled by another policy than pi. Not with k1+ and k3+."""
+
+    @model_validator(mode="after")
+    def _has_one_gradient(self) -> KlLoss:
+        if self.unbiased and self.type.endswith("+"):
+            raise ValueError(f"unbiased: true with type {self.type}, whose gradient is k2's; use {self.type[:-1]}")
+        return self
+
+
+class KlInReward(Section):
+    """The divergence from `reference` in the reward."""
+
+    coef: PositiveFloat = 0.001
+    """β: β Σ_t k is subtracted from the reward of a response, before advantages."""
+    type: Literal["k1", "k2", "k3"] = "k1"
+    """k of a token as in `kl_loss`, with d = log po - log ref, and k3 of at most 10."""

@@ -17,7 +17,7 @@ import torch
 
 from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config import Recipe
-from megatron_rl.config.objective import KlInReward
+from megatron_rl.config.policy_terms import KlInReward
 from megatron_rl.learner.logprobs import FusedHead
 from megatron_rl.learner.model import build_model
 from megatron_rl.learner.offload import Visitor

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_rl.config.objective import KlLoss
+from megatron_rl.config.policy_terms import KlLoss
 from megatron_rl.objective.inputs import Tokens, k3, safe_exp
 
 MAX_K3 = KlLoss.model_fields["cap"].default

@@ -66,6 +66,12 @@ def runs(other, tmp_path_factory):
             "adapters": train(learner={"lora": LORA}),
             "adapters, second copy": train(learner={"lora": LORA}, reference={"path": str(MODEL)}),
             "bf16": train(learner={"dtype": "bf16"}, num_steps=1),
+            "fp16": train(learner={"dtype": "fp16"}, num_steps=1),
+            "exact": train(rollout={"engine": "exact"}, num_steps=1),
+            "own routes": train(routing={"replay": "r2"}, num_steps=1),
+            "rounded": train(
+                learner={"quantization": "as_rollout"}, rollout={"quantization": {"weights": "int8"}}, num_steps=1
+            ),
             "recomputed": train(learner={"recompute": "full"}, num_steps=1),
         },
         2: {"cp2, minibatches": train({"context": 2}, minibatches=4), "dp2, minibatches": train(minibatches=4)},
@@ -100,7 +106,10 @@ def test_several_minibatches(runs, layout):
     assert_same(runs[layout][0], runs["one, minibatches"][0], 4)
 
 
-@pytest.mark.parametrize("run", ["one", "one sequence each", "fused head", "adapters", "bf16", "recomputed"])
+STARTS = ["one", "one sequence each", "fused head", "adapters", "bf16", "fp16", "exact", "own routes", "rounded"]
+
+
+@pytest.mark.parametrize("run", [*STARTS, "recomputed"])
 def test_the_policy_starts_at_the_reference(runs, run):
     first = runs[run][0]["metrics"][0]
     assert [first[f"reference/{name}"] for name in ("kl", "k3_kl", "kl_in_reward")] == [0.0, 0.0, 0.0]
