@@ -263,6 +263,7 @@ monitor.sinks.wandb.group @group     | | --wandb-group |
 WITHOUT = """
 Adam is the optimizer
     | | --optimizer=adam | mcore.optimizer.optimizer=adam policy.optimizer.name=torch.optim.AdamW
+the reference policy stays what it was | | --ref-update-interval |
 weight decay stays as it is
     | actor.optim.weight_decay_incr_style=constant | --end-weight-decay --weight-decay-incr-style=constant
     | mcore.scheduler.weight_decay_incr_style=constant

@@ -23,6 +23,7 @@ from megatron_rl.learner.model import build_model
 from megatron_rl.learner.offload import Visitor
 from megatron_rl.learner.passes import Passes, PhaseFn
 from megatron_rl.model.architecture import read_architecture
+from megatron_rl.objective.inputs import MIN_LOGPROB
 from megatron_rl.objective.reference_kl import estimate
 from megatron_rl.process.ranks import gather_rows, world_rank
 from megatron_rl.rollout.weights import rounded_weights
@@ -61,5 +62,6 @@ def take_off_rewards(batch: Batch, config: KlInReward) -> float:
 
 
 def _divergence(sequence: Rollout, kind: str) -> float:
-    k = estimate(torch.from_numpy(sequence.old_logprobs - sequence.reference_logprobs), kind).double().numpy()
+    old, reference = (np.maximum(x, MIN_LOGPROB) for x in (sequence.old_logprobs, sequence.reference_logprobs))
+    k = estimate(torch.from_numpy(old - reference), kind).double().numpy()
     return float(np.sum(k, where=True if sequence.sampled is None else sequence.sampled))

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_rl.run.recorded_batches import batch_path, load_batch
+from tests.support.rounding import rounded
 from tests.support.zygote import run_command
 
 COEF, STEPS, SAMPLES = 0.05, 3, 8
@@ -48,11 +50,13 @@ def test_advantages_are_those_of_the_rewards_less_the_divergence(rows, folder):
     sums = np.array([(s.old_logprobs.astype(float) - s.reference_logprobs).sum() for s in batch.sequences])
     rewards = np.array([s.reward for s in batch.sequences]) - COEF * sums
     groups = rewards.reshape(-1, SAMPLES)
-    centred = groups - groups.mean(axis=1, keepdims=True)
-    wanted = centred / (groups.std(axis=1, ddof=1, keepdims=True) + 1e-6)
-    # A group whose rewards differ by the divergence alone divides rounding of float32 by a std of 1e-3 or less.
-    assert np.abs(wanted.ravel() - [s.advantage for s in batch.sequences]).max() < 1e-3
-    assert rows[-1]["reference/kl_in_reward"] == pytest.approx(sums.mean(), rel=1e-5)
+    std = groups.std(axis=1, ddof=1, keepdims=True) + 1e-6
+    wanted = (groups - groups.mean(axis=1, keepdims=True)) / std
+    largest = 2 + np.abs(sums).max()  # rewards are float32, and a group may differ by the divergence alone
+    for sequence, advantage, spread in zip(batch.sequences, wanted.ravel(), np.repeat(std, SAMPLES), strict=True):
+        assert sequence.advantage == rounded(advantage, scale=largest / spread, dtype=torch.float32)
+    of_tokens = max(np.abs(s.old_logprobs).sum() for s in batch.sequences)
+    assert rows[-1]["reference/kl_in_reward"] == rounded(sums.mean(), scale=of_tokens, dtype=torch.float32)
 
 
 def test_a_run_that_was_resumed_goes_on_alike(rows, folder):

@@ -61,7 +61,7 @@ def _divergence(t: Translation) -> None:
     if not t.ours("rollout.kept_sets") and ((t.ours("rollout.top_p") or 1) < 1 or t.ours("rollout.top_k")):
         t.lose("kl_coefficient" if in_loss else "kl_in_reward", "responses are of a part of the tokens: no KL is known")
         return
-    t.put("reference", {})
+    t.put("reference", {}, "the model that the run starts from, in place of --ref-load" if t.project == "slime" else "")
     if in_loss and (kind := _kl_type(str(t["kl_type"]))):
         t.put("objective.kl_loss", {"coef": coefficient, "type": kind})
         if kind.startswith("k3") and (t.project == "NeMo-RL" or (t["kl_type"] == "k3" and t.project == "slime")):
