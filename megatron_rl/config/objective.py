@@ -252,7 +252,7 @@ class ObjectiveConfig(Section):
     and masks of whole sequences."""
     log_ratio_penalty: NonNegativeFloat = 0.0
     """λ: λ (log r)² is added to the loss of each token, whatever the corrections do; (log w)² where the objective is
-    anchored on the rollout engine (reinforce, dppo, vespo, anchor bypass). 0: none."""
+    anchored on the rollout engine (reinforce, dppo, drpo, vespo, anchor bypass). 0: none."""
     kl_loss: KlLoss | None = None
     """Add the divergence from the policy of the section `reference` to the loss. null: none."""
     kl_in_reward: KlInReward | None = None
@@ -392,10 +392,9 @@ class ObjectiveConfig(Section):
         arXiv 2510.26788 §2.1).
 
         `kl_in_reward` is made of po. Else with one update per rollout batch pi equals po and `old_logprobs` stays None.
-        With more, only what is anchored
-        on the rollout engine (`reinforce`, `dppo`, `vespo`, anchor bypass) or interpolated goes without; opsm on the
-        learner's pi_old and distortion look at po themselves, and `renormalize` and `normalize` must know what
-        corrections do before the first gradient.
+        With more, only what is anchored on the rollout engine (`anchored_on_rollout`) or interpolated goes without;
+        opsm on the learner's pi_old and distortion look at po themselves, and `renormalize` and `normalize` must know
+        what corrections do before the first gradient.
         """
         if self.renormalizes or self.kl_in_reward is not None:
             return True

@@ -97,6 +97,15 @@ class Dppo(TermSection):
         return high if self.delta_low is None else self.delta_low, high
 
 
+class Drpo(TermSection):
+    name: Literal["drpo"] = "drpo"
+    is_anchored_on_rollout: ClassVar[bool] = True
+    carries_w: ClassVar[bool] = True
+    delta: PositiveFloat = 12.5
+    """delta: the gradient of an update that moves away from mu falls with |mu - pi| / delta, to 0 and below. 12.5 in
+    the paper, where it falls by 8% at most; below 1 it can turn around."""
+
+
 class Sapo(TermSection):
     name: Literal["sapo"] = "sapo"
     tau_positive: PositiveFloat = 1.0
@@ -158,7 +167,7 @@ class FunctionTerm(Section):
 
 
 PolicyTerm = Annotated[
-    PpoClip | Gspo | Gmpo | Cispo | Reinforce | MiniRl | Dppo | Sapo | Vespo | Fipo | FunctionTerm,
+    PpoClip | Gspo | Gmpo | Cispo | Reinforce | MiniRl | Dppo | Drpo | Sapo | Vespo | Fipo | FunctionTerm,
     Discriminator("name"),
 ]
 

@@ -1,7 +1,7 @@
 """Corrections of the training-inference mismatch: weights and masks outside the policy term (algorithms.md §3).
 
-Symbols: rho = po/mu per token; terms anchored on the rollout engine (reinforce, dppo, vespo) use w = pi/mu instead, and
-anchor interpolate pi_prox/mu. No value here has a gradient. Shapes: "tokens" is [B, T] padded or [N] packed; ``B``
+Symbols: rho = po/mu per token; terms anchored on the rollout engine use w = pi/mu instead, and anchor interpolate
+pi_prox/mu. No value here has a gradient. Shapes: "tokens" is [B, T] padded or [N] packed; ``B``
 sequences.
 """
 

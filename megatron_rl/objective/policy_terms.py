@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_rl.config.policy_terms import (
     Cispo,
     Dppo,
+    Drpo,
     Fipo,
     FunctionTerm,
     Gmpo,
@@ -121,6 +122,17 @@ def dppo(tokens: Tokens, config: Dppo) -> Term:
     return Term(-w.clamp(max=config.cap).masked_fill(masked, 0.0) * tokens.advantages * tokens.current, masked)
 
 
+def drpo(tokens: Tokens, config: Drpo) -> Term:
+    """-w A + |A| mu (w - 1)² / (2 δ), with the gradient of w [arXiv 2606.09821 Eq 8].
+
+    The gradient is that of -w A times 1 - sign(A (w - 1)) |mu - pi| / δ. Clipped are tokens where this is not above 0.
+    """
+    excess = (tokens.current - tokens.inference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()  # w - 1, exact near 0
+    shift = tokens.inference.exp() * excess  # pi - mu
+    loss = tokens.advantages.abs() * shift * excess / (2 * config.delta) - tokens.advantages * (excess + 1)
+    return Term(loss, tokens.advantages.sign() * shift.detach() >= config.delta)
+
+
 def sapo(tokens: Tokens, config: Sapo) -> Term:
     """-(4/τ) σ(τ (r - 1)) A, τ by the sign of A [arXiv 2511.20347 Eqs 5-6]; at r = 1 the gradient is PPO's."""
     tau = _select(tokens, tokens.advantages < 0, config.tau_negative, config.tau_positive)
@@ -190,6 +202,7 @@ POLICY_TERMS: dict[str, Callable[[Tokens, object], Term]] = {
     "reinforce": reinforce,
     "minirl": minirl,
     "dppo": dppo,
+    "drpo": drpo,
     "sapo": sapo,
     "vespo": vespo,
     "fipo": fipo,

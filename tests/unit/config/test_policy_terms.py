@@ -28,7 +28,7 @@ def named(mark: str) -> set[str]:
 
 
 def test_what_the_objective_knows_of_each_term():
-    assert len({term.model_fields["name"].default for term in terms()}) == len(terms()) == 10
+    assert len({term.model_fields["name"].default for term in terms()}) == len(terms()) == 11
     assert named("has_sequence_ratio") == {"gspo", "gmpo"}
-    assert named("is_anchored_on_rollout") == {"reinforce", "dppo", "vespo"}
-    assert named("carries_w") == {"minirl", "dppo", "vespo"}
+    assert named("is_anchored_on_rollout") == {"reinforce", "dppo", "drpo", "vespo"}
+    assert named("carries_w") == {"minirl", "dppo", "drpo", "vespo"}

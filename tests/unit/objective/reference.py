@@ -19,6 +19,7 @@ DEFAULTS = {
     "reinforce": {},
     "minirl": {"cap": 5.0, "clip_low": 0.2, "clip_high": 0.27},
     "dppo": {"divergence": "tv", "delta": None, "delta_low": None, "cap": 20.0},
+    "drpo": {"delta": 12.5},
     "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
     "vespo": {"c1_positive": 2.0, "c2_positive": 3.0, "c1_negative": 3.0, "c2_negative": 2.0},
     "fipo": {
@@ -31,8 +32,8 @@ DEFAULTS = {
         "safe_ratio": 4.0,
     },
 }
-ANCHORED = ("reinforce", "dppo", "vespo")
-CARRY_W = ("minirl", "dppo", "vespo")
+ANCHORED = ("reinforce", "dppo", "drpo", "vespo")
+CARRY_W = ("minirl", "dppo", "drpo", "vespo")
 TERMS = [{"name": name} for name in DEFAULTS] + [
     {"name": "ppo_clip", "clip_low": 0.1, "clip_high": 0.05, "dual_clip": 1.15},
     {"name": "gspo", "clip_low": 0.05, "clip_high": 0.02},
@@ -44,6 +45,7 @@ TERMS = [{"name": name} for name in DEFAULTS] + [
     {"name": "dppo", "divergence": "kl", "delta": 0.001},
     {"name": "dppo", "divergence": "tv", "delta": 0.02, "delta_low": 0.01},
     {"name": "dppo", "divergence": "kl", "delta_low": 0.001},
+    {"name": "drpo", "delta": 0.02},
     {"name": "vespo", "c1_positive": 1.0, "c2_positive": 0.5, "c1_negative": 0.5, "c2_negative": 4.0},
     {"name": "fipo", "influence_low": 0.0, "influence_high": 10.0, "half_life": 2.0, "dual_clip": 1.15},
     {"name": "fipo", "influence_low": 0.8, "safe_ratio": 1.1},
@@ -169,6 +171,14 @@ def term_values(seq: Seq, term: dict):
             is_clipped = away and distance > delta
             weight = 0.0 if is_clipped else min(w, cfg["cap"])
             loss, grad = -weight * a * log_pi, {t: -weight * a}
+        elif name == "drpo":
+            mu, log_w = math.exp(floor(seq.mu[t])), log_pi - floor(seq.mu[t])
+            r, delta = ratio(log_w), cfg["delta"]
+            loss = -(r * a - abs(a) / (2 * delta) * mu * (r - 1) ** 2)
+            sign = np.sign(a * (r - 1))
+            weight = 1 - sign * abs(mu * r - mu) / delta  # Table 1
+            is_clipped = bool(a != 0 and weight <= 0)
+            grad = {t: -weight * r * a * slope(log_w)}
         elif name == "sapo":
             tau = cfg["tau_negative"] if a < 0 else cfg["tau_positive"]
             r = ratio(log_r[t])

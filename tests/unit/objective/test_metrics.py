@@ -151,7 +151,7 @@ def test_nothing_reads_a_value_before_the_metrics_do(term, form):
     """Under fake tensors any operation whose result decides Python's path (item, nonzero, bool) raises: on a GPU each
     would wait for the device."""
     corrections = [{"mode": "reject", "upper": 0.1}, {"mode": "veto"}, {"mode": "opsm"}]
-    if term not in ("minirl", "dppo", "vespo"):
+    if term not in ("minirl", "dppo", "drpo", "vespo"):
         corrections += [{"mode": "icepop"}]
     config = ObjectiveConfig.model_validate(
         {
