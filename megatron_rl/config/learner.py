@@ -268,6 +268,10 @@ class ScheduleConfig(Section):
     """Lower the rate of each update, in any style, by the effective sample size of its mini-batch, as a share ρ of its
     sequences (arXiv 2602.17616): where few sequences carry most of the importance weight, the step is shorter. A rule's
     name alone stands for its defaults. null: off."""
+    staleness_bound: PositiveFloat | None = None
+    """c: the rate of an update is at most c / S in any style, after `effective_sample`; S is the age of its oldest
+    trained token in optimizer steps (arXiv 2607.01083, where c is R_batch / G_upd, of unknown size). Where a rate η is
+    stable with data of age S, c = η · S is safe. null: off."""
 
     @model_validator(mode="after")
     def _keys_of_one_style(self) -> ScheduleConfig:

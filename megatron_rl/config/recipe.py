@@ -46,6 +46,12 @@ def section_problems(recipe: RecipeSections) -> list[str]:
             "objective.anchor: interpolate with rollout.max_staleness 0: every token is of the newest weights, and the "
             "interpolated policy is mu; use bypass, or max_staleness of 1 or more"
         )
+    bound = recipe.schedule.staleness_bound
+    if bound is not None and not recipe.rollout.max_staleness and recipe.batch.minibatches == 1:
+        problems.append(
+            f"schedule.staleness_bound: {bound:g} bounds nothing, because rollout.max_staleness is 0 and "
+            "batch.minibatches 1: every update learns what its own weights sampled; set one of these, or null"
+        )
     penalty = recipe.objective.log_ratio_penalty
     if penalty and not has_log_ratio(recipe):
         problems.append(

@@ -69,10 +69,10 @@ from megatron_rl.objective import (
 )
 from megatron_rl.objective.metrics import EFFECTIVE_SAMPLE
 from megatron_rl.process import fp32_products as products
-from megatron_rl.process.ranks import gather_objects
+from megatron_rl.process.ranks import gather_objects, world_rank
 from megatron_rl.process.run_files import settled
 from megatron_rl.rollout.weights import rounded_weights
-from megatron_rl.schedule import rate_factor
+from megatron_rl.schedule import bounded_factor, rate_factor
 from megatron_rl.types import Batch
 
 BIT_CHECK_METRIC = "exact/max_abs_prob_diff"
@@ -265,7 +265,8 @@ class Learner:
         if self.recipe.schedule.effective_sample is not None:
             stats = self._minibatch_stats(results)
         noise: dict[str, float] = {}
-        with self.scheduler.scaled(self._rate_factor(stats)):
+        factor, staleness = self._rate_factor(stats, batch, indices)
+        with self.scheduler.scaled(factor):
             with self.phase("optimizer"):
                 self.offload.before_update()
                 lr = self.optimizer.param_groups[0]["lr"]
@@ -281,7 +282,7 @@ class Learner:
         with self.phase("reduce_metrics"):
             real, padded = np.sum(gather_objects([(m.num_real_tokens, m.tokens.numel()) for m in microbatches]), (0, 1))
         norm = {} if grad_norm is None else {"actor/grad_norm": float(grad_norm)}  # a skipped update has none
-        return stats, norm | noise | bit_metric | {
+        return stats, norm | noise | bit_metric | staleness | {
             "actor/lr": float(lr),
             "actor/update_skipped": float(not updated),
             "perf/padding_frac": 1.0 - real / padded,
@@ -292,11 +293,25 @@ class Learner:
         with self.phase("reduce_metrics"):
             return self._reduce_stats([stats for stats, _ in filter(None, results)])
 
-    def _rate_factor(self, stats: MetricStats | None) -> float:
-        """What `schedule.effective_sample` makes of this update's rate; 1 for a mini-batch without trained tokens."""
-        if stats is None:
-            return 1.0
-        return rate_factor(finalize_metrics(stats).get(EFFECTIVE_SAMPLE, 1.0), self.recipe.schedule.effective_sample)
+    def _rate_factor(
+        self, stats: MetricStats | None, batch: Batch, indices: list[int]
+    ) -> tuple[float, dict[str, float]]:
+        """What `schedule.effective_sample` and `staleness_bound` make of this update's rate, and what the latter saw.
+
+        A mini-batch without trained tokens leaves the rate as it is. Collective with `staleness_bound`.
+        """
+        schedule, factor = self.recipe.schedule, 1.0
+        if stats is not None:
+            factor = rate_factor(finalize_metrics(stats).get(EFFECTIVE_SAMPLE, 1.0), schedule.effective_sample)
+        if schedule.staleness_bound is None:
+            return factor, {}
+        own = [s for s in (batch.sequences[i] for i in indices) if s.holder == world_rank()]
+        trained = [s.policy_versions[s.loss_mask] for s in own]
+        oldest = min(gather_objects(int(np.concatenate([*trained, [self.num_updates]]).min())))
+        staleness = self.num_updates - oldest
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
+        bounded = bounded_factor(factor, lr, staleness, schedule.staleness_bound)
+        return bounded, {"lr_sched/staleness": float(staleness)}
 
     def accumulate(self, batch: Batch, indices: list[int], minibatch: list[int]) -> tuple[list[Microbatch], list[Any]]:
         """Gradients of the sequences ``indices``, summed and reduced into this rank's share of Megatron's buffer.

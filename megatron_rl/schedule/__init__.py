@@ -5,6 +5,7 @@ extended with this logic in `megatron_rl.learner.optimizer`. Arithmetic on step 
 torch or Megatron.
 
 `rate_factor` lowers the rate of one update by the effective sample size of its mini-batch [arXiv 2602.17616].
+`bounded_factor` keeps it below a bound that falls with the age of the data [arXiv 2607.01083].
 
 `SurgeDetector` detects a surge of the response length, which starts the decay in mode `auto` [arXiv 2602.01826, §4].
 
@@ -118,6 +119,15 @@ def rate_factor(effective_sample: float, config: EffectiveSampleConfig) -> float
     """
     share = min(1.0, effective_sample / config.reference)
     return share**0.5 if config.rule == "sqrt" else share
+
+
+def bounded_factor(factor: float, lr: float, staleness: int, bound: float | None) -> float:
+    """Return ``factor``, or the smaller one with which ``lr`` becomes c / S [arXiv 2607.01083, first constraint].
+
+    ``bound`` is c = R_batch / G_upd, None for no bound; ``staleness`` is S, the largest age of the update's tokens in
+    optimizer steps. S = 0 bounds nothing.
+    """
+    return factor if bound is None or staleness * lr == 0 else min(factor, bound / (staleness * lr))
 
 
 def length_decay_lr(step: int, lr: float = 1e-6, min_lr: float | None = None, decay_period: int | None = 204) -> float:

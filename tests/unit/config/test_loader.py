@@ -151,6 +151,7 @@ def test_resolved_recipes_load_again(tmp_path):
             "objective.anchor=interpolate\nobjective.correction=tis",
             ["anchor: interpolate with rollout.max_staleness 0"],
         ),
+        ("batch.minibatches=1\nschedule.staleness_bound=1e-6", ["staleness_bound: 1e-06 bounds nothing", "or null"]),
         ("batch.minibatches=1\nobjective.log_ratio_penalty=0.1", ["log_ratio_penalty: 0.1 adds nothing", "or 0"]),
         (
             "batch.minibatches=1\nobjective.correction=[{mode: opsm, pi_old: learner}]",

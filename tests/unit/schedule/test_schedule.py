@@ -15,7 +15,14 @@ from pydantic import ValidationError
 from megatron_rl.config import load_recipe
 from megatron_rl.config.learner import DetectorConfig, EffectiveSampleConfig, OptimizerConfig, ScheduleConfig
 from megatron_rl.learner.optimizer import build_scheduler
-from megatron_rl.schedule import LearningRateSchedule, LengthDecay, SurgeDetector, length_decay_lr, rate_factor
+from megatron_rl.schedule import (
+    LearningRateSchedule,
+    LengthDecay,
+    SurgeDetector,
+    bounded_factor,
+    length_decay_lr,
+    rate_factor,
+)
 from tests.support.rounding import rounded
 from tests.unit.objective.reference import effective_sample_size
 from tools.dev import length_curves
@@ -106,6 +113,22 @@ def test_a_rule_stands_for_its_defaults_and_bounds_are_held():
     for wrong in ({"reference": 0.0}, {"reference": 1.1}, {"rule": "cube"}):
         with pytest.raises(ValidationError):
             ScheduleConfig(effective_sample=wrong)
+
+
+@pytest.mark.parametrize("S", [1, 2, 7, 256])
+@pytest.mark.parametrize("eta", [1e-6, 3e-5])
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_the_rate_keeps_the_papers_first_constraint(eta, S, factor):
+    """η <= R_batch / (S G_upd) [arXiv 2607.01083], and nothing else lowers it."""
+    R_batch, G_upd = 3e-4, 50.0
+    found = eta * bounded_factor(factor, eta, S, R_batch / G_upd)
+    assert found == rounded(min(eta * factor, R_batch / (S * G_upd)), 4)
+
+
+def test_without_age_rate_or_bound_nothing_is_bounded():
+    assert bounded_factor(0.3, 1e-6, 0, 1e-9) == 0.3
+    assert bounded_factor(0.3, 0.0, 5, 1e-9) == 0.3
+    assert bounded_factor(0.3, 1e-6, 5, None) == 0.3
 
 
 def test_every_group_is_scaled_for_one_update_alone():

@@ -1,4 +1,4 @@
-"""The rate by effective sample size in the learner: what it is, what the weights do, and that the schedule goes on."""
+"""The rate by effective sample size, and by the age of the data: what it is, what the weights do with it."""
 
 import pytest
 import torch
@@ -23,7 +23,10 @@ def runs():
             "sqrt": updates(schedule={"effective_sample": "sqrt"}),
             "linear": updates(schedule={"effective_sample": {"rule": "linear", "reference": 0.5}}),
         },
-        2: {"ep2": updates(schedule={"effective_sample": "sqrt"}, parallel={"expert": 2})},
+        2: {
+            "ep2": updates(schedule={"effective_sample": "sqrt"}, parallel={"expert": 2}),
+            "bound": updates(minibatches=2, schedule={"staleness_bound": 1.5 * LR}, parallel={"expert": 2}),
+        },
     }
     with Jobs(jobs, module=MODULE) as results:
         yield results
@@ -48,3 +51,12 @@ def test_the_first_update_is_the_plain_one_times_the_factor(runs):
     assert plain["actor/grad_norm"] == scaled["actor/grad_norm"]
     factor = scaled["actor/lr"] / LR
     assert scaled["noise/update_rms"] == rounded(factor * plain["noise/update_rms"], dtype=torch.float32)
+
+
+def test_the_rate_falls_with_the_age_of_the_oldest_token(runs):
+    """All tokens are of version 0: the updates of the two steps are 0, 1 and 2, 3 optimizer steps away."""
+    for metrics, ages in zip(runs["bound"][0], [(0, 1), (2, 3)], strict=True):
+        assert metrics["lr_sched/staleness"] == sum(ages) / 2
+        assert metrics["actor/lr"] == rounded(sum(min(LR, 1.5 * LR / max(age, 1)) for age in ages) / 2, 8)
+    assert runs["bound"][0] == runs["bound"][1]
+    assert "lr_sched/staleness" not in runs["plain"][0][0]
