@@ -149,6 +149,13 @@ class Opsm(_Masking):
     pi where a batch has one update: nothing is ever dropped then."""
 
 
+class M2po(Section):
+    mode: Literal["m2po"] = "m2po"
+    threshold: PositiveFloat = 0.04
+    """τ: of the mini-batch's tokens whose update moves pi further from mu (A > 0 and rho > 1, or A < 0 and rho < 1)
+    those with the largest |log rho| are dropped, until the mean of (log rho)² over the others is at most this."""
+
+
 class FunctionCorrection(_Masking):
     mode: Literal["function"] = "function"
     function: Annotated[FunctionPath, LookedUp(is_function=True)]
@@ -161,7 +168,7 @@ class FunctionCorrection(_Masking):
 
 
 Correction = Annotated[
-    NoCorrection | Is | Tis | Mis | IcePop | Reject | Mask | Veto | Opsm | FunctionCorrection,
+    NoCorrection | Is | Tis | Mis | IcePop | Reject | Mask | Veto | Opsm | M2po | FunctionCorrection,
     Discriminator("mode"),
 ]
 WEIGHTING_MODES = ("is", "tis", "mis", "icepop")
@@ -303,6 +310,12 @@ class ObjectiveConfig(Section):
                     "allowed) or use anchor: recompute"
                 )
             counted = next((key for key in ("renormalize", "normalize") if getattr(item, key, False)), None)
+            if item.mode == "m2po" and self.needs_no_po:
+                raise ValueError(
+                    f"correction mode m2po with policy term {name}, anchor {self.anchor}: the second moment of a ratio "
+                    "to the current policy would be known only after every microbatch has run; use a term with r and "
+                    "anchor: recompute, or leave m2po out"
+                )
             if counted and (self.needs_no_po or item.mode == "opsm"):
                 raise ValueError(
                     f"{counted} on {mode} with policy term {name}, anchor {self.anchor}: what it does depends on the "
@@ -318,6 +331,8 @@ class ObjectiveConfig(Section):
             )
         if self.score_centering:
             self._check_centering(name)
+        if sum(item.mode == "m2po" for item in self.correction) > 1:
+            raise ValueError("correction mode m2po more than once: the smallest threshold decides; keep that one")
         if sum(getattr(item, "normalize", False) for item in self.correction) > 1:
             raise ValueError("normalize on more than one correction: a product of weights has one mean; use it once")
         for message in objective_warnings(self):
@@ -379,8 +394,17 @@ class ObjectiveConfig(Section):
 
     @property
     def renormalizes(self) -> bool:
-        """Whether the denominators depend on what the corrections do, and so on old and inference log-probs."""
-        return self.normalizes or any(getattr(item, "renormalize", False) for item in self.correction)
+        """Whether the counts of the mini-batch depend on what the corrections do, and so on old and inference
+        log-probs."""
+        return (
+            self.normalizes
+            or any(getattr(item, "renormalize", False) for item in self.correction)
+            or bool(self.m2po_threshold)
+        )
+
+    @property
+    def m2po_threshold(self) -> float | None:
+        return next((item.threshold for item in self.correction if item.mode == "m2po"), None)
 
     @property
     def normalizes(self) -> bool:
@@ -393,8 +417,8 @@ class ObjectiveConfig(Section):
 
         `kl_in_reward` is made of po. Else with one update per rollout batch pi equals po and `old_logprobs` stays None.
         With more, only what is anchored on the rollout engine (`anchored_on_rollout`) or interpolated goes without;
-        opsm on the learner's pi_old and distortion look at po themselves, and `renormalize` and `normalize` must know
-        what corrections do before the first gradient.
+        opsm on the learner's pi_old and distortion look at po themselves, and `renormalize`, `normalize` and m2po must
+        know what corrections do before the first gradient.
         """
         if self.renormalizes or self.kl_in_reward is not None:
             return True

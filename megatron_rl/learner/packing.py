@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -19,7 +19,8 @@ from megatron_rl.layers.attention import PackedSequences
 from megatron_rl.layers.context import WHOLE_ROW, ContextShare
 from megatron_rl.learner.model import use_transformer_engine
 from megatron_rl.objective import Denominators, ObjectiveInputs, compute_denominators
-from megatron_rl.process.ranks import world_rank, world_size
+from megatron_rl.objective.corrections import condensed
+from megatron_rl.process.ranks import gather_objects, world_rank, world_size
 from megatron_rl.routing import RouteSlice
 from megatron_rl.types import SCORED_ARRAYS, Batch, Rollout
 
@@ -224,8 +225,8 @@ def _lay_out(lengths: list[int], tensor: int, share: ContextShare) -> Row:
 def minibatch_denominators(sequences: list[Rollout], config: ObjectiveConfig) -> Denominators:
     """What the losses of a mini-batch are divided by, from all of its sequences, whichever rank will run them.
 
-    Collective where the objective counts what its corrections do (`renormalize`, `normalize`): each rank counts the
-    sequences that it speaks for (`Rollout.holder`).
+    Collective where the objective counts what its corrections do (`renormalize`, `normalize`, `m2po`): each rank counts
+    the sequences that it speaks for (`Rollout.holder`).
     """
     if not config.renormalizes:
         return Denominators(float(sum(s.num_trained for s in sequences)), float(len(sequences)), False)
@@ -236,7 +237,10 @@ def minibatch_denominators(sequences: list[Rollout], config: ObjectiveConfig) ->
     sums = counts.as_tensor()  # whole numbers, in any order, but for the sum of the weights
     if world_size() > 1:
         dist.all_reduce(sums)
-    return Denominators.from_tensor(sums.tolist(), counts.renormalized)
+    moments = [rows for rows in gather_objects(counts.moments) if rows is not None] if config.m2po_threshold else []
+    return replace(
+        Denominators.from_tensor(sums.tolist(), counts.renormalized), moments=torch.cat(moments) if moments else None
+    )
 
 
 def _count(sequences: list[Rollout], config: ObjectiveConfig) -> Denominators:
@@ -257,5 +261,6 @@ def _count(sequences: list[Rollout], config: ObjectiveConfig) -> Denominators:
         ),
         config,
     )
+    moments = None if counts.moments is None else condensed(counts.moments, config.m2po_threshold)
     # Plain numbers: no copy to the device per microbatch.
-    return Denominators.from_tensor(counts.as_tensor().tolist(), counts.renormalized)
+    return replace(Denominators.from_tensor(counts.as_tensor().tolist(), counts.renormalized), moments=moments)

@@ -77,16 +77,16 @@ def count(tokens: Tokens, corrected: Corrected, renormalized: bool) -> Denominat
         return Denominators(num_tokens, float(tokens.layout.num_sequences))
     alive = (tokens.layout.sum(kept.to(tokens.weight.dtype)) > 0) | (tokens.lengths == 0)
     num_sequences = torch.count_nonzero(alive).double()
-    return Denominators(num_tokens, num_sequences, True, corrected.weight_sum, corrected.num_weights)
+    return Denominators(num_tokens, num_sequences, True, corrected.weight_sum, corrected.num_weights, corrected.moments)
 
 
 @torch.no_grad()
 def compute_denominators(inputs: ObjectiveInputs, config: ObjectiveConfig | None = None) -> Denominators:
     """Return the counts of these sequences; sum them over microbatches and ranks before the first gradient.
 
-    Reads `loss_mask` and its layout. If `config` has a correction with `renormalize` or `normalize`, it also applies
-    the corrections, which needs `old_logprobs` and `inference_logprobs` (`current_logprobs` may then be any tensor of
-    the same shape, such as the old log-probs). Results are 0-dim tensors on the device, without waiting for it.
+    Reads `loss_mask` and its layout. If `config` has `renormalize`, `normalize` or m2po, it also applies the
+    corrections, which needs `old_logprobs` and `inference_logprobs` (`current_logprobs` may then be any tensor of
+    the same shape, such as the old log-probs). Results are tensors on the device, without waiting for it.
 
     Raises InputError if a needed tensor is absent.
     """
@@ -95,7 +95,8 @@ def compute_denominators(inputs: ObjectiveInputs, config: ObjectiveConfig | None
         return Denominators(torch.count_nonzero(inputs.loss_mask).double(), float(num_sequences))
     if inputs.old_logprobs is None:
         raise InputError(
-            "old_logprobs is None, but a correction with renormalize or normalize needs them to count what it does"
+            "old_logprobs is None, but a correction with renormalize or normalize needs them to count what it does, "
+            "and so does m2po"
         )
     check_available(inputs, config)
     tokens = read_tokens(inputs)

@@ -12,7 +12,7 @@ from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.errors import InputError
 from megatron_rl.objective.aggregation import MetricStats, count, kept_tokens, token_factors
 from megatron_rl.objective.centering import center, split
-from megatron_rl.objective.corrections import Corrected, correct, normalized
+from megatron_rl.objective.corrections import Corrected, correct, normalized, within_second_moment
 from megatron_rl.objective.inputs import (
     MAX_LOG_RATIO,
     Denominators,
@@ -61,7 +61,7 @@ def compute_objective(
     tokens = read_tokens(inputs, config.anchor, config.router_shift)
     corrected = correct(tokens, config)
     counts = _denominators(tokens, corrected, config, denominators)
-    corrected = normalized(corrected, config, counts)
+    corrected = normalized(within_second_moment(corrected, config, counts), config, counts)
     kept = kept_tokens(tokens, corrected.left_out)
     factor = token_factors(tokens, kept, counts, config)
     term = policy_term(tokens, config.policy_term)
@@ -126,8 +126,12 @@ def _denominators(
         return count(tokens, corrected, config.renormalizes)
     if given.renormalized != config.renormalizes:
         raise InputError(
-            f"the objective {'has' if config.renormalizes else 'has no'} correction with renormalize or normalize, but "
-            f"the denominators were counted {'with' if given.renormalized else 'without'} one; "
+            f"the objective {'has' if config.renormalizes else 'has no'} correction with renormalize or normalize, or "
+            f"m2po, but the denominators were counted {'with' if given.renormalized else 'without'} one; "
             "pass the same config to compute_denominators"
+        )
+    if config.m2po_threshold and given.moments is None:
+        raise InputError(
+            "the denominators have no moments, but correction mode m2po needs them; add those of all ranks"
         )
     return given

@@ -15,8 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_rl.config.objective import FunctionCorrection, Mask, ObjectiveConfig, Opsm, Reject
-from megatron_rl.objective.inputs import Denominators, Tokens, k3, safe_exp
+from megatron_rl.config.objective import FunctionCorrection, M2po, Mask, ObjectiveConfig, Opsm, Reject
+from megatron_rl.objective.inputs import MAX_LOG_RATIO, Denominators, Tokens, k3, safe_exp
 from megatron_rl.process.user_functions import load_function
 
 
@@ -64,6 +64,7 @@ class Effect:
     weight: Tensor | None = None  # tokens
     keep: Tensor | None = None  # bool tokens
     bounds: tuple[float, float] | None = None  # bounds of the weighting modes' ratio, for rollout_is_* metrics
+    squares: Tensor | None = None  # tokens: what `m2po` judges by; -1 where it does not look
 
 
 def importance(config, ratios: Ratios) -> Effect:
@@ -134,6 +135,14 @@ def opsm(config: Opsm, ratios: Ratios) -> Effect:
     return Effect(keep=~(tokens.layout.expand(drift > config.delta) & (tokens.advantages < 0)))
 
 
+def m2po(config: M2po, ratios: Ratios) -> Effect:
+    """`m2po`: drop the largest (log rho)² of updates that move away from mu, until their mean is at most τ
+    [arXiv 2510.01161]. Which these are is known when the whole mini-batch is counted: `within_second_moment`."""
+    log_rho = ratios.log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    moves_away = ratios.tokens.advantages.sign() * log_rho > 0
+    return Effect(squares=log_rho.square().masked_fill(~moves_away, -1.0))
+
+
 def _log(bound: float | None, absent: float) -> float:
     return absent if bound is None else math.log(bound)
 
@@ -147,6 +156,7 @@ CORRECTIONS: dict[str, Callable[[object, Ratios], Effect]] = {
     "mask": mask,
     "veto": veto,
     "opsm": opsm,
+    "m2po": m2po,
 }
 """Keys are the `mode` of an entry of ObjectiveConfig.correction, but `function`, which names one of the user's."""
 
@@ -162,6 +172,14 @@ class Corrected:
     bounds: tuple[float, float] | None = None  # of that ratio
     weight_sum: Tensor | float = 0.0  # 0-dim float64: of the weights that are to be divided by their mean
     num_weights: Tensor | float = 0.0  # 0-dim float64: how many these are
+    squares: Tensor | None = None  # tokens: those of `m2po`
+
+    @property
+    def moments(self) -> Tensor | None:
+        """[n, 2] float64: each square of `m2po`, and 1 where it looks, else 0."""
+        if self.squares is None:
+            return None
+        return torch.stack([self.squares, self.squares >= 0], -1).flatten(0, -2).double()
 
 
 @torch.no_grad()
@@ -200,6 +218,33 @@ def normalized(corrected: Corrected, config: ObjectiveConfig, counts: Denominato
     return replace(corrected, weight=corrected.weight / torch.where(mean > 0, mean, 1.0).to(corrected.weight.dtype))
 
 
+def condensed(moments: Tensor, threshold: float) -> Tensor:
+    """The same `Corrected.moments` in fewer rows: squares up to ``threshold``, which always stay, become one."""
+    square, number = moments.unbind(1)
+    small = square <= threshold
+    seen = number * small
+    row = torch.stack([(square * seen).sum() / _at_least_one(seen.sum()), seen.sum()])
+    return torch.cat([row[None], moments[~small]])
+
+
+def smallest_dropped(moments: Tensor, threshold: float) -> Tensor:
+    """0-dim: the square from which on `m2po` drops, the first whose mean with all below it is above ``threshold``."""
+    square, number = moments[moments[:, 0].argsort()].unbind(1)
+    mean = (square * number).cumsum(0) / _at_least_one(number.cumsum(0))
+    return torch.where(mean > threshold, square, math.inf).amin() if len(moments) else moments.new_tensor(math.inf)
+
+
+@torch.no_grad()
+def within_second_moment(corrected: Corrected, config: ObjectiveConfig, counts: Denominators) -> Corrected:
+    """Drop what `m2po` drops in the global mini-batch."""
+    if corrected.squares is None:
+        return corrected
+    dropped = corrected.squares >= smallest_dropped(counts.moments, config.m2po_threshold)
+    kept = (~dropped).to(corrected.squares.dtype)
+    weight = kept if corrected.weight is None else corrected.weight * kept
+    return replace(corrected, weight=weight, dropped=_either(corrected.dropped, dropped))
+
+
 def _at_least_one(number: Tensor | float) -> Tensor | float:
     return number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
 
@@ -214,6 +259,8 @@ def _of_user(entry: FunctionCorrection, ratios: Ratios) -> Effect:
 
 def _combine(result: Corrected, entry, effect: Effect, tokens: Tokens) -> Corrected:
     weight = effect.weight
+    if effect.squares is not None:
+        return replace(result, squares=effect.squares)
     if effect.keep is not None:
         weight = effect.keep.to(tokens.weight.dtype) if weight is None else weight * effect.keep
         dropped = ~effect.keep & tokens.mask

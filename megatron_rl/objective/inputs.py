@@ -221,14 +221,16 @@ class NoiseKey(NamedTuple):
 class Denominators:
     """Counts over the global mini-batch: all microbatches of all data-parallel ranks, computed once.
 
-    They are numbers or 0-dim tensors on the device. To sum local counts, reduce `as_tensor()` over the ranks.
+    They are numbers or 0-dim tensors on the device. To sum local counts, reduce `as_tensor()` over the ranks; rows of
+    `moments` are put together.
     """
 
     num_tokens: Tensor | float  # trained tokens
     num_sequences: Tensor | float  # sequences, including fully masked ones
-    renormalized: bool = False  # counted after the corrections: those that `renormalize` or `normalize` need that
+    renormalized: bool = False  # counted after the corrections, as `renormalize`, `normalize` and `m2po` need it
     weight_sum: Tensor | float = 0.0  # of the weights of the correction that is to `normalize`
     num_weights: Tensor | float = 0.0  # tokens or sequences that have one
+    moments: Tensor | None = None  # [k, 2] float64: squares that `m2po` judges by, and how many tokens have each
 
     @classmethod
     def from_tensor(cls, counts: Sequence[Tensor | float], renormalized: bool) -> Denominators:
@@ -245,6 +247,7 @@ class Denominators:
             self.renormalized,
             self.weight_sum + other.weight_sum,
             self.num_weights + other.num_weights,
+            None if self.moments is None or other.moments is None else torch.cat([self.moments, other.moments]),
         )
 
     def as_tensor(self, device: torch.device | str | None = None) -> Tensor:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from megatron_rl.objective.corrections import smallest_dropped
 from megatron_rl.run.recorded_batches import batch_path, delete_batch, load_batch, recorded_steps
 from tests.parallel.gloo import run_ranks
 from tests.parallel.programs import sequences as programs
@@ -67,6 +68,9 @@ def test_rewards_metrics_and_samples_do_not_depend_on_who_holds_what():
                 assert of_rank["texts"] == alone["texts"], "the main rank shows them"
 
 
+M2PO = {"mode": "m2po", "threshold": 0.3}
+
+
 def test_denominators_are_those_of_all_ranks_together():
     total = sum(s.num_trained for s in programs.whole(9, seed=2, routes=False).sequences)
     for rank in run("denominators", 4, correction={"mode": "mis", "cap": 2.0, "renormalize": True}):
@@ -79,11 +83,17 @@ def test_the_sum_of_the_weights_is_that_of_all_ranks_together():
     total = sum(s.num_trained for s in programs.whole(9, seed=2, routes=False).sequences)
     ranks = run("denominators", 4, correction={"mode": "tis", "cap": 2.0, "normalize": True})
     for rank in ranks:
-        tokens, sequences, _, weight_sum, num_weights = rank["found"]
+        tokens, sequences, _, weight_sum, num_weights, _ = rank["found"]
         assert (tokens, sequences, num_weights) == (total, 9, total)
         assert weight_sum == rounded(rank["expected"][3], total)
         assert weight_sum == ranks[0]["found"][3], "every rank divides by the same number"
         assert 0 < weight_sum < 2 * total
+
+
+def test_the_second_moment_is_that_of_all_ranks_together():
+    limits = {smallest_dropped(r[k][-1], 0.3).item() for r in run("denominators", 4, correction=M2PO) for k in r}
+    assert len(limits) == 1
+    assert 0.3 < limits.pop() < float("inf")
 
 
 @pytest.mark.parametrize("routes", [False, True])

@@ -80,6 +80,9 @@ def test_short_forms():
         ({"correction": [{"mode": "tis", "renormalize": True}]}, "renormalize"),
         ({"policy_term": "minirl", "correction": [{"mode": "tis"}]}, "already carries w"),
         ({"policy_term": "dppo", "correction": [{"mode": "icepop"}]}, "already carries w"),
+        ({"policy_term": "drpo", "correction": ["m2po"]}, "m2po with policy term drpo, anchor recompute"),
+        ({"anchor": "bypass", "correction": ["m2po"]}, "anchor bypass: the second moment"),
+        ({"correction": ["m2po", {"mode": "m2po", "threshold": 0.1}]}, "m2po more than once"),
         (
             {"policy_term": "reinforce", "correction": [{"mode": "mis", "renormalize": True}]},
             "depends on the current policy",
@@ -141,7 +144,7 @@ ALL = [{"mode": mode, **({"upper": 2.0} if mode in ("reject", "mask") else {})} 
         ({"correction": ALL}, 2, False, [mode for mode in CORRECTIONS if mode != "opsm"]),  # pi moves away from mu
         ({"correction": ALL[:3], "policy_term": "reinforce"}, 1, False, ["is", "tis", "mis"]),
         ({"correction": ALL[:3], "policy_term": "reinforce"}, 2, False, []),  # w is r
-        ({"correction": ALL[4:], "anchor": "bypass"}, 2, False, []),
+        ({"correction": ALL[4:-1], "anchor": "bypass"}, 2, False, []),
         ({"policy_term": "fipo"}, 1, True, ["fipo"]),
         ({"policy_term": "fipo"}, 2, True, []),
         ({"policy_term": "fipo", "anchor": "bypass"}, 1, True, []),

@@ -60,6 +60,7 @@ CORRECTION_DEFAULTS = {
     "mask": {"level": "token", "lower": None, "upper": None},
     "veto": {"threshold": 1e-4},
     "opsm": {"delta": 1e-4, "pi_old": "rollout"},
+    "m2po": {"threshold": 0.04},
 }
 
 
@@ -250,6 +251,24 @@ def correction_weights(seq: Seq, corrections: list[dict], anchored: bool):
     return weights, dropped, left_out
 
 
+def m2po_masks(batch: list[Seq], threshold: float) -> list[list[bool]]:
+    """M_it [arXiv 2510.01161]: trust-region tokens (A > 0 and r > 1, or A < 0 and r < 1) are masked, the largest
+    (log r)² first, until M2, the mean of (log r)² over the rest of them, is at most τ. Equal ones go together."""
+    log_r = [[clamp(floor(q) - floor(m)) for q, m in zip(s.po, s.mu)] for s in batch]
+    region = [
+        (x**2, i, t)
+        for i, (s, row) in enumerate(zip(batch, log_r))
+        for t, x in enumerate(row)
+        if (s.a[t] > 0 and x > 0) or (s.a[t] < 0 and x < 0)
+    ]
+    while region and sum(x for x, _, _ in region) / len(region) > threshold:
+        largest = max(region)[0]
+        region = [item for item in region if item[0] < largest]
+    kept = {(i, t) for _, i, t in region}
+    inside = [[(s.a[t] > 0 and x > 0) or (s.a[t] < 0 and x < 0) for t, x in enumerate(r)] for s, r in zip(batch, log_r)]
+    return [[not there or (i, t) in kept for t, there in enumerate(row)] for i, row in enumerate(inside)]
+
+
 M64 = (1 << 64) - 1
 
 
@@ -274,6 +293,9 @@ def reference_objective(batch: list[Seq], config: dict, seed: int = 0, step: int
     corrections = config.get("correction", [])
     weights = [correction_weights(s, corrections, term["name"] in ANCHORED) for s in batch]
     for entry in corrections:
+        if entry["mode"] == "m2po":
+            masks = m2po_masks(batch, {**CORRECTION_DEFAULTS["m2po"], **entry}["threshold"])
+            weights = [([w * m for w, m in zip(row, mask)], *rest) for (row, *rest), mask in zip(weights, masks)]
         if entry.get("normalize"):
             alone = [correction_weights(s, [entry], anchored=False)[0] for s in batch]
             on_tokens = entry.get("level", "token") == "token"

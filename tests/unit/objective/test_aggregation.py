@@ -45,6 +45,7 @@ CONFIGS = [
         "policy_term": "ppo_clip",
         "correction": [{"mode": "tis", "level": "sequence", "normalize": True}, {"mode": "mask", "lower": 0.8}],
     },
+    {"policy_term": "sapo", "correction": [{"mode": "m2po", "threshold": 0.02}, {"mode": "tis", "cap": 1.5}]},
     {"policy_term": "dppo", "correction": [{"mode": "reject", "statistic": "seq_mean_k3", "upper": 0.01}]},
 ]
 

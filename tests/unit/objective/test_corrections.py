@@ -9,8 +9,10 @@ import torch
 from megatron_rl.config import ObjectiveConfig
 from megatron_rl.errors import InputError
 from megatron_rl.objective import POLICY_TERMS, Denominators, compute_denominators, compute_objective
-from tests.support.rounding import rounded
-from tests.unit.objective.batches import padded, random_batch, worked
+from megatron_rl.objective.corrections import condensed, smallest_dropped
+from tests.support.rounding import assert_rounded, rounded
+from tests.unit.objective.batches import BATCH, loss_and_gradient, padded, random_batch, worked
+from tests.unit.objective.reference import reference_objective
 
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_rl.config.objective.ObjectiveWarning")
 
@@ -56,6 +58,55 @@ def test_normalized_weights_of_nothing_stay_finite():
     config = ObjectiveConfig.model_validate({"correction": [{"mode": "is", "normalize": True}]})
     for counts in (None, Denominators(0.0, 0.0, True)):
         assert compute_objective(inputs, config, counts).loss.item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("log_rho", "a", "threshold", "kept"),
+    [
+        ([0.25, 0.75, 1.0, -2.0], 1.0, 0.3125, [1, 1, 0, 1]),  # on the bound; -2.0 comes back to mu
+        ([0.1, 0.3, 0.5, -0.9], 1.0, 0.049, [1, 0, 0, 1]),
+        ([0.1, 0.3, 0.5, -0.9], 1.0, 1.0, [1, 1, 1, 1]),
+        ([0.1, 0.3, 0.5, -0.9], -1.0, 0.8, [1, 1, 1, 0]),
+        ([0.25, 0.5, 0.5, 0.0], 1.0, 0.17, [1, 0, 0, 1]),  # equal ones go together, though one of them would fit
+        ([0.5, 0.6, 0.7, 0.0], 1.0, 0.01, [0, 0, 0, 1]),
+        ([100.0, 0.1, 0.1, 0.0], 1.0, 0.04, [0, 1, 1, 1]),
+    ],
+)
+def test_m2po_drops_the_largest_squares_of_updates_away_from_mu(log_rho, a, threshold, kept):
+    assert weights([log_rho], [{"mode": "m2po", "threshold": threshold}], a=a)[0].tolist() == kept
+
+
+@pytest.mark.parametrize("threshold", [0.001, 0.02, 0.04, 0.2])
+@pytest.mark.parametrize("more", [[], [{"mode": "tis", "cap": 1.2, "normalize": True}]])
+def test_m2po_is_the_papers_and_fewer_rows_say_the_same(threshold, more):
+    correction = [{"mode": "m2po", "threshold": threshold}, *more]
+    config = ObjectiveConfig.model_validate({"correction": correction})
+    num_dropped = 0
+    for seed in range(6):
+        batch = random_batch(seed, num_sequences=9)
+        inputs, mask = padded(batch)
+        result = compute_objective(inputs, config)
+        loss, gradient = loss_and_gradient(result, inputs, mask)
+        want, want_gradient = reference_objective(batch, {"correction": correction})
+        assert loss == rounded(want, BATCH)
+        assert_rounded(gradient, torch.tensor([g for row in want_gradient for g in row], dtype=torch.float64), BATCH)
+        counts = compute_denominators(inputs, config)
+        fewer = condensed(counts.moments, threshold)
+        assert len(fewer) == 1 + int((counts.moments[:, 0] > threshold).sum())
+        assert smallest_dropped(fewer, threshold) == smallest_dropped(counts.moments, threshold)
+        num_dropped += result.metrics["rollout_corr/rollout_rs_masked_fraction"] > 0
+    assert num_dropped > 0 or threshold == 0.2
+
+
+def test_m2po_needs_the_squares_of_the_whole_minibatch():
+    inputs, _ = padded(random_batch(1))
+    config = ObjectiveConfig.model_validate({"correction": ["m2po"]})
+    counts = compute_denominators(inputs, config)
+    with pytest.raises(InputError, match="no moments"):
+        compute_objective(inputs, config, Denominators.from_tensor(counts.as_tensor(), renormalized=True))
+    empty = replace(inputs, loss_mask=torch.zeros_like(inputs.loss_mask))
+    assert compute_objective(empty, config).loss.item() == 0.0
+    assert config.needs_old_logprobs(num_updates_per_batch=1)
 
 
 def test_renormalize_needs_denominators_counted_with_the_same_config():
