@@ -14,6 +14,7 @@ from megatron_rl.instruments.why.command import score_packed
 from tests.support.tiny import REPOSITORY
 from tools.dev.family_mismatch import table as table_of_families
 from tools.dev.parity_faults import FAULTS
+from tools.dev.rope_study import study as study_of_rope
 from tools.dev.softmax_study import study, table
 from tools.dev.tune_surge_detector import CASES, surge_step
 from tools.dev.unstable_runs import judged
@@ -30,6 +31,13 @@ def test_softmax_table_of_precision_md():
     shown = [line.split() for line in block]
     for line in (head, paper, first):
         assert line.split() in shown, line
+
+
+def test_rotary_embeddings_of_precision_md():
+    figures, words = study_of_rope(32768), " ".join((DOCS / "precision.md").read_text().split())
+    told = re.search(r"\(std ([\d.]+), positions up to 32768\) are ([\d.]+) from vLLM's with it and ([\d.]+)", words)
+    want = (figures["std of logits"], figures["fused - vllm"], figures["unfused - vllm"])
+    assert told.groups() == tuple(f"{value:.{digits}f}" for value, digits in zip(want, (2, 4, 4), strict=True))
 
 
 def surge_rows() -> dict[str, list[list[float]]]:
