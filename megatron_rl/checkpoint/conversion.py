@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint.fused import join_qkv, put_together, split_qkv, take_apart
 from megatron_rl.checkpoint.hf_folder import (
     SHOWN,
     HFFolder,
@@ -36,7 +37,7 @@ from megatron_rl.checkpoint.hf_folder import (
 )
 from megatron_rl.checkpoint.manifest import MANIFEST_FILE, TRAINER_FILE, partial_path
 from megatron_rl.checkpoint.save import INDEX_FILE, WEIGHTS_FILE, no_foreign_code
-from megatron_rl.checkpoint.shards import CONTENT_METADATA, half_of, interleaved, join_qkv, split_qkv
+from megatron_rl.checkpoint.shards import CONTENT_METADATA
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.model.names import EXTRA_STATE, Stored, extra_states, stored_tensors
@@ -106,18 +107,19 @@ class MegatronFolder:
 
     def hf_weights(self, a: Architecture, prefix: str = "", dtype: torch.dtype | None = None) -> Weights:
         """Yield ``(Hugging Face name, tensor)`` of every weight, rounded to ``dtype`` (None: as stored)."""
-        gate = None
+        held: list[torch.Tensor] = []  # what belongs to the same tensors of Hugging Face
         for entry in stored_tensors(a):
             tensor = self(_key(entry, prefix))
             tensor = tensor if dtype is None or entry.is_buffer else tensor.to(dtype)
-            if entry.half == 0:
-                gate = tensor
+            if entry.part is not None:
+                held.append(tensor)
+            if not entry.is_last:
                 continue
             if entry.sharding in ("qkv", "packed_qkv"):
                 parts = split_qkv(tensor, a)
                 parts = parts if entry.sharding == "qkv" else [torch.cat(parts)]
-            elif entry.half == 1:
-                parts = [interleaved(gate, tensor)]
+            elif held:
+                parts, held = put_together(entry.sharding, held, a), []
             elif entry.sharding == "transposed":
                 parts = [tensor.t().contiguous()]
             else:
@@ -185,8 +187,8 @@ def to_megatron(source: Path, target: Path, *, dtype: torch.dtype | None = None)
         for name, part in zip(entry.hf_names, parts, strict=True):
             if name not in digests:  # one tensor may hold two entries
                 digests[name] = digest(name, part)
-        if entry.half is not None:
-            return half_of(parts[0], entry.half)
+        if entry.part is not None:
+            return take_apart(entry.sharding, parts, a)[entry.part]
         if entry.sharding == "transposed":
             return parts[0].t()
         return join_qkv(parts, a) if entry.sharding in ("qkv", "packed_qkv") else parts[0]

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import InputError
-from megatron_rl.model.architecture import Architecture, read_architecture, read_object
+from megatron_rl.model.architecture import Architecture, read_architecture, read_object, text_part
 from megatron_rl.model.families import FAMILIES
+from megatron_rl.model.families.form import Family
 from megatron_rl.model.names import stored_tensors
 from megatron_rl.process.ranks import together, world_rank
 
@@ -39,6 +40,11 @@ _COMPARED_ROWS = 4096  # of the embedding, in memory at a time
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _OF_ALL_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.([a-z]\w*)")
 _OF_AN_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.([a-z]\w*)")
+_DOWN_OF_ONE = ("mlp.experts.{e}.down_proj.weight",)
+_EXPERT_PARTS = {  # of a tensor of all experts, whose gate has the first rows: name of a part → which half of the rows
+    "gate_up_proj": {"gate_proj.weight": 0, "up_proj.weight": 1},
+    "down_proj": {"down_proj.weight": None},
+}
 _STORED_BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 # Files that vLLM or transformers obey beside config.json and the weights, and the learner does not.
 _OBEYED_FILES = {
@@ -52,7 +58,8 @@ class HFFolder:
     """Tensors by name from the safetensors files of ``path``, opened once, read on demand.
 
     A tensor that holds a matrix of all experts of a layer (``…mlp.experts.NAME``) is shown as one for each expert
-    (``…mlp.experts.3.NAME``); `write_hf_checkpoint` puts them together again.
+    (``…mlp.experts.3.NAME``); `write_hf_checkpoint` puts them together again. A family that reads experts one by one
+    (``…mlp.experts.3.gate_proj.weight``) gets their rows. Tensors of a wrapper's text model have that model's names.
 
     With an index only the files that it names count, and of these every tensor: vLLM and transformers load them whole.
     Without one, ``model.safetensors`` must be the only safetensors file. Raises `InputError` where a file is missing,
@@ -63,14 +70,28 @@ class HFFolder:
         self.path = Path(path)
         index = self.path / INDEX_FILE
         stored = self._read_index(index) if index.is_file() else self._read_single()
-        self._expert_of: dict[str, tuple[str, int]] = {}  # name of an expert's part → name of the whole, and its place
+        self._place_of: dict[
+            str, tuple[Any, ...]
+        ] = {}  # name → that in the file, an expert's number, which of its halves
         self._file_of: dict[str, str] = {}
+        family = _family_in(self.path)
+        one_by_one = family is not None and any(weight.hf == _DOWN_OF_ONE for weight in family.layer)
         for name, file in stored.items():
-            match = _OF_ALL_EXPERTS.fullmatch(name)
+            shown = name
+            if family is not None and family.wrapper is not None and name.startswith(family.wrapper.prefix):
+                shown = "model." + name.removeprefix(family.wrapper.prefix)
+            match = _OF_ALL_EXPERTS.fullmatch(shown)
             experts = self._handles[file].get_slice(name).get_shape()[:1] if match else []
-            parts = {f"{match[1]}.{e}.{match[2]}": (name, e) for e in range(*experts)} if experts else {}
-            self._expert_of |= parts
-            self._file_of |= dict.fromkeys(parts or [name], file)
+            places: dict[str, tuple[Any, ...]] = {} if shown == name else {shown: (name,)}
+            if experts:
+                parts = _EXPERT_PARTS.get(match[2]) if one_by_one else None
+                places = {
+                    f"{match[1]}.{e}.{part}": (name, e) if half is None else (name, e, half)
+                    for e in range(*experts)
+                    for part, half in parts or {match[2]: None}.items()
+                }
+            self._place_of |= places
+            self._file_of |= dict.fromkeys(places or [name], file)
 
     def _read_index(self, index: Path) -> dict[str, str]:
         weight_map = read_object(index).get("weight_map")
@@ -121,15 +142,19 @@ class HFFolder:
     def __call__(self, name: str) -> torch.Tensor:
         """The tensor ``name``, read now. Raises `InputError` where there is none."""
         handle = self._handle(name)
-        if name in self._expert_of:
-            whole, expert = self._expert_of[name]
-            return handle.get_slice(whole)[expert]
-        return handle.get_tensor(name)
+        stored, *place = self._place_of.get(name, (name,))
+        if not place:
+            return handle.get_tensor(stored)
+        if len(place) == 1:
+            return handle.get_slice(stored)[place[0]]
+        rows = self.shape(name)[0]
+        return handle.get_slice(stored)[place[0], place[1] * rows : (place[1] + 1) * rows]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """From the header of its file; the tensor is not read."""
-        shape = tuple(self._slice(name).get_shape())
-        return shape[1:] if name in self._expert_of else shape
+        shape, (_, *place) = tuple(self._slice(name).get_shape()), self._place_of.get(name, (name,))
+        shape = shape[1:] if place else shape
+        return (shape[0] // 2, *shape[1:]) if len(place) == 2 else shape
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every tensor; none is read."""
@@ -159,12 +184,18 @@ class HFFolder:
 
     def _slice(self, name: str) -> Any:
         """safetensors' view of the tensor ``name``, or of the one that holds it."""
-        return self._handle(name).get_slice(self._expert_of.get(name, (name, 0))[0])
+        return self._handle(name).get_slice(self._place_of.get(name, (name,))[0])
 
     def _handle(self, name: str) -> safe_open:
         if name not in self._file_of:
             raise InputError(f"model.path: the checkpoint in {self.path} has no tensor {name}; is it complete?")
         return self._handles[self._file_of[name]]
+
+
+def _family_in(path: Path) -> Family | None:
+    """The family of the model in ``path``; None where its config.json does not say."""
+    file = path / "config.json"
+    return FAMILIES.get(str(text_part(read_object(file)).get("model_type"))) if file.is_file() else None
 
 
 def _open(file: Path) -> safe_open:
@@ -187,11 +218,8 @@ def _advice(file: Path) -> str:
 
 def model_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
     """Hugging Face name → shape of every tensor that the learner has, and sends to a rollout engine."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for entry in stored_tensors(a):
-        for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
-            shapes[name] = shape if entry.half is None else (*shape[:-1], 2 * shape[-1])
-    return shapes
+    entries = stored_tensors(a)
+    return {name: shape for e in entries for name, shape in zip(e.hf_names, e.hf_shapes, strict=True)}
 
 
 def model_weights(folder: HFFolder, a: Architecture) -> Iterator[tuple[str, torch.Tensor]]:
@@ -207,10 +235,12 @@ def check_weights(folder: HFFolder, a: Architecture) -> list[str]:
     stored beside the embedding, whose bytes are compared. Raises `InputError` for any other difference, and for files
     beside the weights that make vLLM or transformers load something else.
     """
-    problems, notes, embedding = [], [], FAMILIES[a.model_type].embedding.hf[0]
+    problems, notes, family = [], [], FAMILIES[a.model_type]
+    embedding = family.embedding.hf[0]
     for pattern, reason in _OBEYED_FILES.items():
         problems += [f"holds {file.name}: {reason}" for file in sorted(folder.path.glob(pattern))]
     expected, others, unused = model_shapes(a), [], []
+    ignored: dict[str, list[str]] = {}
     for name in folder.names:
         if name in expected:
             continue
@@ -219,6 +249,8 @@ def check_weights(folder: HFFolder, a: Architecture) -> list[str]:
                 notes.append(f"{name} is stored beside the embedding that it is tied to, with the same values")
             else:
                 problems.append(f"config.json ties {name} to the embedding, but the two differ")
+        elif beginning := next((b for b in family.ignored if name.startswith(b)), None):
+            ignored.setdefault(beginning, []).append(name)
         elif _is_of_unused_layer(name, a):
             unused.append(name)
         elif not _STORED_BUFFERS.fullmatch(name):
@@ -232,6 +264,7 @@ def check_weights(folder: HFFolder, a: Architecture) -> list[str]:
         notes.append(f"{some(buffers)}: stored, and computed anew by every engine")
     if unused:
         notes.append(f"{some(unused)}: layers for guesses of later tokens; neither loaded nor trained")
+    notes += [f"{some(names)}: {family.ignored[beginning]}" for beginning, names in ignored.items()]
     odd: dict[str, list[str]] = {}
     for name, shape in expected.items():
         if name in folder and folder.shape(name) != shape:
@@ -268,11 +301,11 @@ def read_stop_token_ids(folder: Path) -> list[int]:
     Raises `InputError` where neither has one, where a file is broken, or where it is not the number of a token (below
     config.json's vocab_size, where that is there) or a list of them.
     """
-    config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
+    config = text_part(read_object(folder / "config.json")) if (folder / "config.json").is_file() else {}
     size = config.get("vocab_size")
     for name in ("generation_config.json", "config.json"):
         file = folder / name
-        eos = read_object(file).get("eos_token_id") if file.is_file() else None
+        eos = (config if name == "config.json" else read_object(file)).get("eos_token_id") if file.is_file() else None
         if eos is None:
             continue
         ids = eos if type(eos) is list else [eos]
@@ -416,6 +449,8 @@ def copy_companions(source: Path, folder: Path, leave_out: Collection[str] = ())
     for file in Path(source).iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and file.name not in leave_out:
             shutil.copy2(file, folder / file.name)
+    if (file := folder / "config.json").is_file() and (config := read_object(file)) != (text := text_part(config)):
+        _write_object(file, text)
     if (templates := Path(source) / NAMED_TEMPLATES).is_dir():
         shutil.copytree(templates, folder / NAMED_TEMPLATES, dirs_exist_ok=True)
 

@@ -30,12 +30,13 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import unwrap_model
 
+from megatron_rl.checkpoint.fused import PARTED, join_qkv, put_together, sections_of, split_qkv, take_apart
 from megatron_rl.checkpoint.hf_folder import HFFolder, check_weights
 from megatron_rl.checkpoint.state import model_tensors
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture
 from megatron_rl.model.families import FAMILIES
-from megatron_rl.model.families.weights import EXPERT, HEAD, ROUTER_BIAS, Sharding, qkv_rows
+from megatron_rl.model.families.weights import EXPERT, HEAD, ROUTER_BIAS, Sharding
 from megatron_rl.model.names import find_weight
 
 
@@ -55,7 +56,7 @@ class Entry:
     @property
     def is_view(self) -> bool:
         """Whether the tensors of Hugging Face lie in a whole parameter one after another."""
-        return self.sharding not in ("qkv", "packed_qkv", "transposed", "interleaved")
+        return self.sharding == "gated" or self.sharding not in ("qkv", "packed_qkv", "transposed", *PARTED)
 
     def names(self, expert: int | None = None) -> tuple[str, ...]:
         return tuple(name.replace(EXPERT, str(expert)) for name in self.hf_names)
@@ -147,14 +148,13 @@ class WeightMap:
             return tensors[0].chunk(size, dim=1)[rank]
         if sharding == "column":
             return tensors[0].chunk(size, dim=0)[rank]
-        if sharding == "gated":
-            return torch.cat([tensor.chunk(size, dim=0)[rank] for tensor in tensors])
+        if sharding in PARTED:
+            parts = take_apart(sharding, tensors, self.architecture)
+            return torch.cat([part.chunk(size, dim=0)[rank] for part in parts])
         if sharding in ("qkv", "packed_qkv"):
             return join_qkv(tensors, self.architecture).chunk(size, dim=0)[rank]
         if sharding == "transposed":
             return tensors[0].t()
-        if sharding == "interleaved":
-            return torch.cat([half_of(tensors[0], half) for half in range(2)])
         return tensors[0]
 
     # -- Megatron → Hugging Face
@@ -250,42 +250,17 @@ class WeightMap:
             return [(shards[0] if is_whole else torch.cat(shards))[: a.vocab_size]]
         if sharding in ("row", "column") and not is_whole:
             return [torch.cat(shards, dim=1 if sharding == "row" else 0)]
-        if sharding == "gated":
-            halves = [shard.chunk(2) for shard in shards]
-            return halves[0] if is_whole else [torch.cat([half[i] for half in halves]) for i in range(2)]
+        if sharding in PARTED:
+            rows = sections_of(sharding, sum(map(len, shards)), a)
+            parts = [shard.split([section // len(shards) for section in rows]) for shard in shards]
+            whole = parts[0] if is_whole else [torch.cat(section) for section in zip(*parts, strict=True)]
+            return put_together(sharding, whole, a)
         if sharding in ("qkv", "packed_qkv"):
             parts = split_qkv(shards[0] if is_whole else torch.cat(shards), a)
             return parts if sharding == "qkv" else [torch.cat(parts)]
         if sharding == "transposed":
             return [shards[0].t().contiguous()]
-        if sharding == "interleaved":
-            return [interleaved(*shards[0].chunk(2))]
         return shards
-
-
-def half_of(tensor: torch.Tensor, half: int) -> torch.Tensor:
-    """The gate (0) or the up projection (1), [F, H], of one tensor of both, [H, 2F]. Of biases: [F] of [2F]."""
-    return tensor[..., half::2].t()
-
-
-def interleaved(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The inverse of `half_of`."""
-    return torch.stack([gate, up], dim=1).flatten(0, 1).t().contiguous()
-
-
-def join_qkv(tensors: Sequence[torch.Tensor], a: Architecture) -> torch.Tensor:
-    """q, k and v, each [heads · D, …], or one tensor of all three behind each other → Megatron's fused rows: per
-    key/value group its queries, its key, its value."""
-    if len(tensors) == 1:
-        tensors = tensors[0].split(qkv_rows(a))
-    blocks = [tensor.reshape(a.num_kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
-    return torch.cat(blocks, dim=1).flatten(0, 1)
-
-
-def split_qkv(fused: torch.Tensor, a: Architecture) -> list[torch.Tensor]:
-    """The inverse of `join_qkv`: three tensors."""
-    blocks = fused.reshape(a.num_kv_heads, -1, a.head_dim, *fused.shape[1:])
-    return [part.flatten(0, 2) for part in blocks.split((a.num_heads // a.num_kv_heads, 1, 1), dim=1)]
 
 
 CONTENT_METADATA = {

@@ -100,8 +100,9 @@ def _lengths(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
 def _layer_types(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
     """Kinds of layers by number: those of the family."""
     types, number = config.get("layer_types"), values["num_hidden_layers"]
-    allowed = FAMILIES[config["model_type"]].layer_types(number)
-    if types is None or types == allowed:
+    family = FAMILIES[config["model_type"]]
+    allowed = None if family.layer_types is None else family.layer_types(number)
+    if types is None or allowed is None or types == allowed:
         return []
     words = f"{number} × {allowed[0]}" if len(set(allowed)) == 1 else f"{allowed[0]}, {allowed[1]} and so on in turn"
     return [f"layer_types: {shown(types)} is not supported ({WINDOW}); allowed: null, or {words}"]
@@ -176,7 +177,7 @@ def rope_of(config: dict[str, Any]) -> Rope:
         if bad := [key for key, value in numbers.items() if not NUMBER.fits(value)]:
             raise InputError(f"{bad[0]}: {shown(numbers[bad[0]])}; allowed: {NUMBER.words}")
         return Rope(float(theta), rope, fraction)
-    if others := sorted(set(rope) - {"rope_type", "type"}):
+    if others := sorted(set(rope) - {"rope_type", "type", *family.rope_idle}):
         raise InputError(
             f"{others[0]}: {shown(rope[others[0]])} beside the rotary embedding of type default; allowed: rope_theta, "
             "rope_type"
@@ -231,13 +232,51 @@ def read_architecture(path: Path) -> Architecture:
 
 def unknown_config_keys(path: Path) -> list[str]:
     """Keys of ``path/config.json`` that neither the learner nor an engine is known to read."""
-    return unknown_keys(_read(Path(path) / "config.json"))
+    file = Path(path) / "config.json"
+    text, whole_file = _read(file), read_object(file)
+    family = FAMILIES[text["model_type"]]
+    if family.wrapper is None or whole_file["model_type"] != family.wrapper.model_type:
+        return unknown_keys(text)
+    beside = {*WITHOUT_EFFECT, *NEUTRAL, *family.wrapper.others, "model_type", "architectures", "tie_word_embeddings"}
+    return sorted(set(whole_file) - beside) + [f"text_config.{key}" for key in unknown_keys(text)]
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of the model that reads text: ``config`` itself, or of a model that also reads pictures its part.
+
+    Raises `InputError` that names a key beside that part whose value is not allowed.
+    """
+    by_wrapper = {family.wrapper.model_type: family for family in FAMILIES.values() if family.wrapper}
+    family = by_wrapper.get(str(config.get("model_type")))
+    if family is None:
+        return config
+    text, wrapper = config.get("text_config"), family.wrapper
+    kinds = (None, family.model_type)
+    if not isinstance(text, dict) or text.get("model_type") not in kinds:
+        raise InputError(f"text_config: {shown(text)}; allowed: the keys of a {family.model_type}")
+    if config.get("architectures") != [wrapper.hf_class]:
+        found = shown(config.get("architectures"))
+        raise InputError(f"architectures: {found} (vLLM goes by it); allowed: [{wrapper.hf_class!r}]")
+    rules = {**NEUTRAL, **WITHOUT_EFFECT, **wrapper.others}
+    for key in sorted(set(config) & set(rules) - {"text_config"}):
+        rule = rules[key]
+        fits = _is_one_of(config[key], rule.values) if isinstance(rule, Neutral) else rule.kind.fits(config[key])
+        if not fits:
+            raise InputError(f"{key}: {shown(config[key])} is not supported ({rule.reason}) beside text_config")
+    tied = [part.get("tie_word_embeddings", False) for part in (config, text)]
+    if "tie_word_embeddings" in text and tied[0] != tied[1]:
+        raise InputError(f"tie_word_embeddings: {tied[0]}, but {tied[1]} in text_config; allowed: one of the two")
+    named = {"model_type": family.model_type, "architectures": [family.hf_class], "tie_word_embeddings": tied[0]}
+    return {**text, **named}
 
 
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(f"model.path: {file} does not exist; expected a checkpoint folder in Hugging Face layout")
-    config = read_object(file)
+    try:
+        config = text_part(read_object(file))
+    except InputError as error:
+        raise InputError(f"model.path: {file}: {error}") from error
     model_type = config.get("model_type")
     if type(model_type) is not str or model_type not in FAMILIES:
         raise InputError(

@@ -18,6 +18,23 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class LinearAttention:
+    """Widths of gated delta nets: a state of key_width × value_width for each head of values, instead of a cache."""
+
+    key_heads: int  # of queries and of keys; each serves value_heads / key_heads heads of values
+    value_heads: int
+    key_width: int
+    value_width: int
+    kernel: int  # tokens that the convolution in front sees, with the token itself
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Rows of the projection into it: of queries, keys, values, gates, write strengths and decays."""
+        keys, values = self.key_heads * self.key_width, self.value_heads * self.value_width
+        return keys, keys, values, values, self.value_heads, self.value_heads
+
+
+@dataclass(frozen=True)
 class Yarn:
     """YaRN's scaling of the rotary embedding. Fields: the keys of config.json.
 
@@ -75,11 +92,20 @@ class Architecture:
     has_sinks: bool = False  # whether a trained score of each head takes part in the softmax, and has no value
     linear_bias: bool = False  # of attention's output, of the router (trained) and of experts
     clamped_gate: bool = False  # whether experts have gpt-oss's activation in the place of SiLU's
+    linear: LinearAttention | None = None
+    linear_layers: tuple[bool, ...] = ()
+    """Per layer: a gated delta net (True) or attention. Empty: attention in every layer."""
+    output_gate: bool = False  # whether a sigmoid of the token weights what attention gives, number by number
+    zero_centred_norms: bool = False  # whether norms multiply by 1 + weight; that inside a delta net never does
     unused_layers: int = 0  # behind the last layer: of the checkpoint, for guesses of later tokens; nobody loads them
 
     @property
     def is_moe(self) -> bool:
         return self.num_experts > 0
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether ``layer`` has a gated delta net in the place of attention."""
+        return bool(self.linear_layers) and self.linear_layers[layer]
 
     @property
     def llama3_factor(self) -> float | None:

@@ -47,12 +47,19 @@ class Stored:
     hf_shapes: Shapes
     sharding: Sharding
     is_buffer: bool = False  # not trained: has no master weights, and is never rounded
-    half: int | None = None  # of an interleaved tensor: gate (0) or up projection (1); `hf_shapes` is then of the half
+    part: int | None = None  # which of the Megatron tensors that hold those of Hugging Face together
+    parts: tuple[tuple[int, ...], ...] = ()  # the shapes of all of these
+
+    @property
+    def is_last(self) -> bool:
+        return self.part in (None, len(self.parts) - 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the Megatron tensor, without padding of the vocabulary."""
-        if self.sharding in ("transposed", "interleaved"):
+        if self.part is not None:
+            return self.parts[self.part]
+        if self.sharding == "transposed":
             return self.hf_shapes[0][::-1]
         return (sum(shape[0] for shape in self.hf_shapes), *self.hf_shapes[0][1:])
 
@@ -60,8 +67,8 @@ class Stored:
 def stored_tensors(a: Architecture) -> list[Stored]:
     """Every weight of ``a`` in the order of the forward pass."""
     tensors = list(_stored(FAMILIES[a.model_type].embedding, a))
-    for layer, is_moe in enumerate(a.moe_layers):
-        for experts, weights in _experts_together(a, is_moe):
+    for layer in range(a.num_layers):
+        for experts, weights in _experts_together(a, layer):
             for expert in experts:
                 for weight in weights:
                     tensors += _stored(weight, a, layer, expert)
@@ -69,9 +76,9 @@ def stored_tensors(a: Architecture) -> list[Stored]:
     return tensors if a.tie_embeddings else tensors + list(_stored(HEAD, a))
 
 
-def _experts_together(a: Architecture, is_moe: bool) -> list[tuple[list[int | None], list[Weight]]]:
+def _experts_together(a: Architecture, layer: int) -> list[tuple[list[int | None], list[Weight]]]:
     """The rows of a layer: those without experts, then all rows of one expert, and so on."""
-    rows = [weight for weight in FAMILIES[a.model_type].layer if weight.is_in(a, is_moe)]
+    rows = [weight for weight in FAMILIES[a.model_type].layer if weight.is_of(a, layer)]
     of_experts = [weight for weight in rows if EXPERT in weight.hf[0]]
     return [([None], [w for w in rows if w not in of_experts]), (list(range(a.num_experts)), of_experts)]
 
@@ -83,10 +90,13 @@ def _stored(weight: Weight, a: Architecture, layer: int | None = None, expert: i
     shapes = weight.shapes(a)
     if len(keys) == 1:
         yield Stored(keys[0], tuple(names), shapes, weight.sharding, weight.is_buffer)
-    elif weight.sharding == "interleaved":
-        half = (*shapes[0][:-1], shapes[0][-1] // 2)
+    elif weight.sharding in ("interleaved", "delta", "delta_by_head"):
+        if weight.sharding == "interleaved":
+            parts = ((shapes[0][-1] // 2, *shapes[0][:-1]),) * 2
+        else:
+            parts = tuple((rows, *shapes[0][1:]) for rows in a.linear.sections[: len(keys)])
         for number, key in enumerate(keys):
-            yield Stored(key, tuple(names), (half,), weight.sharding, half=number)
+            yield Stored(key, tuple(names), shapes, weight.sharding, part=number, parts=parts)
     else:
         for key, name, shape in zip(keys, names, shapes, strict=True):
             yield Stored(key, (name,), (shape,), weight.sharding)
@@ -96,10 +106,10 @@ def extra_states(a: Architecture) -> list[str]:
     """Keys of the empty objects that Megatron's linear layers save, and want back when they load."""
     keys = []
     for layer in range(a.num_layers):
-        linear = ["linear_qkv"]
+        linear = ["linear_qkv", "linear_proj"] if not a.is_linear(layer) else ["in_proj", "out_proj"]
         if a.latent is not None:
-            linear = ["linear_q_proj" if a.latent.query_rank is None else "linear_q_up_proj", "linear_kv_up_proj"]
-        modules = [f"self_attention.{name}" for name in (*linear, "linear_proj")]
+            linear[:1] = ["linear_q_proj" if a.latent.query_rank is None else "linear_q_up_proj", "linear_kv_up_proj"]
+        modules = [f"self_attention.{name}" for name in linear]
         parts = [f"experts.experts.{e}." for e in range(a.num_experts)] if a.moe_layers[layer] else [""]
         parts += ["shared_experts."] if a.moe_layers[layer] and a.shared_ffn_hidden_size else []
         modules += [f"mlp.{part}linear_fc{i}" for part in parts for i in (1, 2)]

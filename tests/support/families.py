@@ -30,6 +30,8 @@ NEEDED = {  # beside these, because its default is refused
         "num_key_value_heads": 32,
     },
     "gpt_oss": {"num_local_experts": 8},
+    "qwen3_next": {"full_attention_interval": 2},
+    "qwen3_5_moe_text": {"full_attention_interval": 2},
     "bailing_moe": {
         "head_dim": 8,
         "num_experts": 16,
@@ -56,6 +58,8 @@ _OPTIONS = {
     "bailing_moe": {},
     "olmoe": {},  # has experts in every layer
     "gpt_oss": {},  # likewise
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},  # likewise
+    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},  # likewise
 }
 MOE = tuple(_OPTIONS)  # beside Qwen3-MoE, which most tests are about
 
@@ -64,8 +68,8 @@ ROUNDED = ("qwen2_moe", "glm4_moe", "bailing_moe", "olmoe")  # of these, those w
 
 def save_family(folder: Path, family: str, seed: int = 0, **options: Any) -> Path:
     """A random ``family`` of three layers in ``folder``, the first of an MoE without experts. Biases are random, too:
-    transformers starts them at zero, where a bias that is left out would not show. Sinks are numbers in bf16, the only
-    ones that vLLM takes."""
+    transformers starts them at zero, where a bias that is left out would not show; so are norms beside delta nets.
+    Sinks are numbers in bf16, the only ones that vLLM takes."""
     options = _OPTIONS.get(family, {}) | options
     config = build_tiny_config(family, "nano", num_hidden_layers=3, initializer_range=0.12, **options)
     model = build_model(config, seed)
@@ -73,7 +77,8 @@ def save_family(folder: Path, family: str, seed: int = 0, **options: Any) -> Pat
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             is_wide_norm = family == "olmoe" and name.endswith(("q_norm.weight", "k_norm.weight"))
-            if is_wide_norm or name.endswith(("bias", "sinks")):
+            is_norm = config.model_type.startswith(("qwen3_next", "qwen3_5")) and name.endswith("norm.weight")
+            if is_wide_norm or is_norm or name.endswith(("bias", "sinks")):
                 tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
             if name.endswith("sinks"):
                 tensor.copy_(tensor.bfloat16())

@@ -47,6 +47,8 @@ CLASSES = {
     "bailing_moe": "BailingMoeConfig",
     "olmoe": "OlmoeConfig",
     "gpt_oss": "GptOssConfig",
+    "qwen3_next": "Qwen3NextConfig",
+    "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
     "qwen3": "Qwen3Config",
     "qwen2": "Qwen2Config",
     "llama": "LlamaConfig",
@@ -131,6 +133,18 @@ def build_tiny_config(family: str = "qwen3_moe", size: str = "tiny", **overrides
         }
     if family == "qwen2_moe":
         common |= {"shared_expert_intermediate_size": 2 * widths["expert_width"], "norm_topk_prob": False}
+    if family in ("qwen3_next", "qwen3_5_moe_text"):
+        common |= {  # vLLM's delta net on CPUs takes heads of 64 or 128 numbers alone
+            "moe_intermediate_size": widths["expert_width"],
+            "shared_expert_intermediate_size": 2 * widths["expert_width"],
+            "num_experts": widths["experts"],
+            "num_experts_per_tok": 2,
+            "linear_num_key_heads": widths["kv_heads"],
+            "linear_num_value_heads": widths["heads"],
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "layer_types": ["full_attention" if i % 2 else "linear_attention" for i in range(widths["layers"])],
+        }
     if family == "olmoe":
         common |= {
             "intermediate_size": widths["expert_width"],

@@ -43,6 +43,16 @@ def shape(
 
 
 @dataclass(frozen=True)
+class Wrapper:
+    """A model that also reads pictures, of which the family is the part that reads text (`text_config`)."""
+
+    model_type: str
+    hf_class: str
+    prefix: str  # of the text model's tensors, in the place of "model."
+    others: dict[str, Neutral | WithoutEffect]  # keys beside `text_config`
+
+
+@dataclass(frozen=True)
 class Family:
     """All that is known of a family. `families.FAMILIES` holds each under its ``model_type``."""
 
@@ -58,9 +68,13 @@ class Family:
     """What keys say together: takes config.json and the values of implemented keys, fills in values that follow from
     others, and returns what is wrong."""
     register: Callable[[], None] = lambda: None  # adds its classes to transformers, where it has none
-    layer_types: Callable[[int], list[str]] = lambda layers: ["full_attention"] * layers
-    """From the number of layers to the only value of `layer_types` beside null."""
+    layer_types: Callable[[int], list[str]] | None = lambda layers: ["full_attention"] * layers
+    """From the number of layers to the only value of `layer_types` beside null. None: `relate` reads the key."""
     rope_theta: float = ROPE_DEFAULT_THETA  # default of the key, and of rope_scaling
     rope_scaling: Values | None = None
+    rope_idle: tuple[str, ...] = ()  # keys of the rotary embedding that mean nothing for text
     rotary_fraction: float | None = None  # default of `partial_rotary_factor`; None: another value than 1 is refused
+    ignored: dict[str, str] = field(default_factory=dict)
+    """Beginnings of names of tensors that a checkpoint may hold beside the model's, and what they are."""
+    wrapper: Wrapper | None = None
     known: dict[str, Values] = field(default_factory=dict)  # config.json of checkpoints by their name on the hub

@@ -9,11 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megatron_rl.model.decoder import Architecture, LatentAttention
+from megatron_rl.model.decoder import Architecture, LatentAttention, LinearAttention
 
 EXPERT = "{e}"  # stands for the number of an expert: local in memory, global on disk and in Hugging Face names
 
-Sharding = Literal["replicated", "row", "column", "gated", "qkv", "packed_qkv", "vocab", "transposed", "interleaved"]
+Sharding = Literal[
+    *("replicated", "row", "column", "gated", "qkv", "packed_qkv", "vocab", "transposed", "interleaved"),
+    *("delta", "delta_by_head"),
+]
 """How tensor-parallel ranks share a weight.
 
 replicated: each holds all of it. row: columns of the matrix (Megatron's RowParallelLinear). column: rows of the matrix
@@ -21,7 +24,9 @@ replicated: each holds all of it. row: columns of the matrix (Megatron's RowPara
 queries with their key and value. packed_qkv: likewise, and Hugging Face has all queries, keys and values in one tensor,
 behind each other. vocab: rows, padded to what the ranks share evenly. transposed: each holds all of it, and Hugging
 Face has rows and columns the other way round. interleaved: likewise, and Hugging Face has the gate's columns at even
-places and the up projection's at odd ones.
+places and the up projection's at odd ones. delta: rows of the sections of `LinearAttention`, each by itself; Hugging
+Face's tensors hold them behind each other. delta_by_head: likewise, and Hugging Face has for each head of keys the rows
+of four sections behind each other, and those of the other two.
 """
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -36,7 +41,12 @@ class Weight:
     sharding: Sharding
     shapes: Callable[[Architecture], Shapes]  # of the Hugging Face tensors
     is_in: Callable[[Architecture, bool], bool] = lambda a, is_moe: True  # is_moe: of the layer
+    linear: bool | None = None  # of layers with a gated delta net (True) or with attention (False) alone
     is_buffer: bool = False  # fp32, not trained: goes on as it is, whatever the weights are rounded to
+
+    def is_of(self, a: Architecture, layer: int) -> bool:
+        """Whether ``layer`` has it."""
+        return self.is_in(a, a.moe_layers[layer]) and self.linear in (None, a.is_linear(layer))
 
 
 def _norm(a: Architecture) -> Shapes:
@@ -44,8 +54,8 @@ def _norm(a: Architecture) -> Shapes:
 
 
 def qkv_rows(a: Architecture) -> tuple[int, int, int]:
-    """The rows of all queries, of all keys and of all values."""
-    return a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    """The rows of all queries (with their gates, head by head), of all keys and of all values."""
+    return (1 + a.output_gate) * a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.head_dim
 
 
 def _matrix(a: Architecture) -> Shapes:
@@ -134,6 +144,49 @@ def packed_attention(qkv: str, output: str, norms: tuple[str, str]) -> tuple[Wei
     )
     q_norm, k_norm = (named(w, f"attention.{name}.weight") for w, name in zip((Q_NORM, K_NORM), norms, strict=True))
     return INPUT_NORM, packed, q_norm, k_norm, named(ATTENTION_OUTPUT, f"attention.{output}.weight")
+
+
+# -- gated delta nets
+
+
+def _delta(name: str, memory: str, sharding: Sharding, shapes: Callable[[LinearAttention, int], Shapes], **more: Any):
+    """A row below ``linear_attn`` and ``self_attention``. ``shapes``: from the widths and the hidden size."""
+    names = " ".join(f"linear_attn.{part}" for part in name.split())
+    return row(
+        names, f"self_attention.{memory}", sharding, lambda a: shapes(a.linear, a.hidden_size), linear=True, **more
+    )
+
+
+DELTA_SECTIONS = ("query", "key", "value", "z", "beta", "alpha")  # Megatron's names on disk
+
+
+def _on_disk(name: str, sections: int) -> str:
+    return " ".join(f"self_attention.{name}.weight.{section}" for section in DELTA_SECTIONS[:sections])
+
+
+def delta_net(names: str, sharding: Sharding, shapes: Callable[[LinearAttention, int], Shapes]) -> tuple[Weight, ...]:
+    """The rows of a gated delta net. ``names``, ``sharding`` and ``shapes``: of the projection into it."""
+    return (
+        row(
+            "input_layernorm.weight",
+            "input_layernorm.weight self_attention.in_proj.layer_norm_weight",
+            "replicated",
+            _norm,
+            linear=True,
+        ),
+        _delta(names, "in_proj.weight", sharding, shapes, disk=_on_disk("in_proj", 6)),
+        _delta(
+            "conv1d.weight",
+            "conv1d.weight",
+            "delta",
+            lambda m, h: ((sum(m.sections[:3]), 1, m.kernel),),
+            disk=_on_disk("conv1d", 3),
+        ),
+        _delta("dt_bias", "dt_bias", "column", lambda m, h: ((m.value_heads,),)),
+        _delta("A_log", "A_log", "column", lambda m, h: ((m.value_heads,),)),
+        _delta("norm.weight", "out_norm.weight", "replicated", lambda m, h: ((m.value_width,),)),
+        _delta("out_proj.weight", "out_proj.weight", "row", lambda m, h: ((h, m.value_heads * m.value_width),)),
+    )
 
 
 # -- latent attention
@@ -318,3 +371,4 @@ MOE_BLOCK = (
 )
 """Behind the attention of a model with experts; some of its layers may have none."""
 MOE_LAYER = (*ATTENTION, *MOE_BLOCK)
+ATTENTION_AMONG_DELTA_NETS = tuple(replace(weight, linear=False) for weight in ATTENTION)

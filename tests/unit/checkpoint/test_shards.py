@@ -1,33 +1,25 @@
-"""The two halves of gpt-oss's fused projection, against transformers' own layer."""
+"""Parts of weights on ranks: what each rank has of a projection, and the whole from all of them."""
 
+import pytest
 import torch
-from transformers import GptOssConfig
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from megatron_rl.checkpoint.shards import half_of, interleaved
-from megatron_rl.layers.cpu_layers import clamped_swiglu
-from tests.support.rounding import assert_as_double
-
-TOKENS, HIDDEN, WIDTH = 7, 6, 5
+from megatron_rl.checkpoint.shards import WeightMap
+from megatron_rl.model.families import FAMILIES
+from tests.unit.checkpoint.test_fused import NEXT
 
 
-def test_the_gate_and_the_up_projection_are_those_that_transformers_takes():
-    torch.manual_seed(0)
-    config = GptOssConfig(hidden_size=HIDDEN, intermediate_size=WIDTH, num_local_experts=1)
-    x, fused = torch.randn(TOKENS, HIDDEN), 4 * torch.randn(HIDDEN, 2 * WIDTH)
-
-    def ours(x, fused):
-        gate, up = (half_of(fused, half) for half in range(2))
-        return [clamped_swiglu(torch.cat([x @ gate.t(), x @ up.t()], dim=-1), torch.ones(len(x), dtype=x.dtype))]
-
-    def theirs(x, fused):
-        return [GptOssExperts(config)._apply_gate(x @ fused)]
-
-    assert_as_double(ours(x, fused), theirs, [x, fused], longest_sum=HIDDEN)
-
-
-def test_interleaving_undoes_the_cut():
-    for fused in (torch.randn(HIDDEN, 2 * WIDTH), torch.randn(2 * WIDTH)):
-        gate, up = (half_of(fused, half) for half in range(2))
-        assert gate.shape == up.shape == (WIDTH, *fused.shape[:-1])
-        assert torch.equal(interleaved(gate, up), fused)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
+def test_a_rank_has_its_heads_of_every_section_of_a_delta_net(family, size):
+    of_rank = object.__new__(WeightMap)
+    of_rank.architecture = NEXT
+    rows = [w for w in FAMILIES[family].layer if w.memory[0].endswith(("in_proj.weight", "conv1d.weight"))]
+    assert len(rows) == 2
+    for row in rows:
+        tensors = [torch.randn(shape) for shape in row.shapes(NEXT)]
+        shards = [of_rank._split(row.sharding, tensors, size, rank) for rank in range(size)]
+        sections = NEXT.linear.sections[: len(row.disk)]
+        for shard in shards:
+            assert len(shard) == sum(sections) // size
+        for again, tensor in zip(of_rank._merge(row.sharding, shards), tensors, strict=True):
+            assert torch.equal(again, tensor)

@@ -55,7 +55,7 @@ TEXT_CONFIGS = {"hf_config", "hf_text_config", "text_config"}
 # vLLM's files of each family.
 MODELS = {family: [family] for family in FAMILIES}
 
-MODELS |= {"qwen3": ["qwen3", "qwen2"], "deepseek_v3": ["deepseek_v2"]}
+MODELS |= {"qwen3_5_moe_text": ["qwen3_5", "qwen3_next"], "qwen3": ["qwen3", "qwen2"], "deepseek_v3": ["deepseek_v2"]}
 
 VLLM_READS = {  # file beside the model's own → names of variables that hold the config; for a class, of it alone
     "config/model.py": TEXT_CONFIGS,
@@ -202,6 +202,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"architectures": None}, "architectures: None"),
 ]
 
+_OF_DELTA_NETS = ("partial_rotary", "partial_rotary_factor: 0.5", "shared_expert_intermediate_size: 64")
+_OF_DELTA_NETS += ("2 × full_attention",)
+
 OBEYED = {  # what these families have
     ("qwen2_moe", "shared_expert_intermediate_size: 64"),
     ("qwen2_moe", "qkv_bias: True"),
@@ -210,6 +213,7 @@ OBEYED = {  # what these families have
     ("bailing_moe", "partial_rotary"),
     ("bailing_moe", "partial_rotary_factor: 0.5"),
     ("gpt_oss", "2 × full_attention"),
+    *((family, said) for family in ("qwen3_next", "qwen3_5_moe_text") for said in _OF_DELTA_NETS),
 }
 
 
@@ -262,6 +266,15 @@ def test_a_value_that_an_engine_would_obey_and_the_learner_not_is_refused(model_
         ("bailing_moe", {"moe_shared_expert_intermediate_size": 64}, "moe_shared_expert_intermediate_size: 64"),
         ("bailing_moe", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers: 1"),
         ("bailing_moe", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}}, "two values"),
+        ("qwen3_next", {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim: 3"),
+        ("qwen3_next", {"linear_num_key_heads": 3}, "linear_num_key_heads: 3 does not divide"),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 2}, "each at least once"),
+        ("qwen3_next", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types says otherwise"),
+        ("qwen3_next", {"output_gate_type": "sigmoid"}, "output_gate_type: 'sigmoid'"),
+        ("qwen3_5_moe_text", {"attn_output_gate": False}, "attn_output_gate: False"),
+        ("qwen3_5_moe_text", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype: 'bfloat16'"),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob: False"),
+        ("qwen3_5_moe_text", {"mlp_only_layers": [0]}, "mlp_only_layers: [0]"),
         ("llama", {"num_attention_heads": 24, "head_dim": 8}, "24 does not divide hidden_size 256"),
     ],
 )
