@@ -271,8 +271,8 @@ class SDPACoreAttention(MegatronModule):
             return out.flatten(0, 1).flatten(1).unsqueeze(1)
         if packed_seq_params.pad_index is not None:
             index = (packed_seq_params.pad_index, packed_seq_params.unpad_index)
-            padded = (_Pad.apply(x.squeeze(1), *index).transpose(1, 2) for x in (query, key, value))  # [S, H, M, D]
-            out = _Unpad.apply(self._attend(*padded).transpose(1, 2), *index)
+            padded = (Pad.apply(x.squeeze(1), *index).transpose(1, 2) for x in (query, key, value))  # [S, H, M, D]
+            out = Unpad.apply(self._attend(*padded).transpose(1, 2), *index)
             return out.flatten(1).unsqueeze(1)
         pieces = [
             self._attend(*(x.permute(1, 2, 0, 3) for x in qkv)).permute(2, 0, 1, 3)
@@ -296,12 +296,12 @@ class SDPACoreAttention(MegatronModule):
         if packed.pad_index is None:
             q, kv = (x.unflatten(0, (len(keys.lengths), -1)).transpose(1, 2) for x in (query, both))
         else:
-            q = _Pad.apply(query, packed.pad_index, packed.unpad_index).transpose(1, 2)
-            kv = _Pad.apply(both, *keys.padding).transpose(1, 2)
+            q = Pad.apply(query, packed.pad_index, packed.unpad_index).transpose(1, 2)
+            kv = Pad.apply(both, *keys.padding).transpose(1, 2)
         out = keys.attend(q, *kv.split(width, dim=-1), self.softmax_scale).transpose(1, 2)
         if packed.pad_index is None:
             return out.flatten(0, 1).flatten(1).unsqueeze(1)
-        return _Unpad.apply(out, packed.pad_index, packed.unpad_index).flatten(1).unsqueeze(1)
+        return Unpad.apply(out, packed.pad_index, packed.unpad_index).flatten(1).unsqueeze(1)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         width, missing = value.size(-1), query.size(-1) - value.size(-1)
@@ -311,7 +311,7 @@ class SDPACoreAttention(MegatronModule):
         return attend(query, key, F.pad(value, (0, missing)), self.softmax_scale, is_causal=True)[..., :width]
 
 
-class _Pad(torch.autograd.Function):
+class Pad(torch.autograd.Function):
     """[N, …] → [S, M, …]. A causal mask hides padding from real tokens, so padding has no gradient."""
 
     @staticmethod
@@ -324,7 +324,7 @@ class _Pad(torch.autograd.Function):
         return grad.flatten(0, 1).index_select(0, ctx.saved_tensors[0]), None, None
 
 
-class _Unpad(torch.autograd.Function):
+class Unpad(torch.autograd.Function):
     """[S, M, …] → [N, …], the adjoint of a padding with zeros."""
 
     @staticmethod

@@ -171,6 +171,10 @@ def use_few_pass_layers(block: TransformerBlockSubmodules) -> None:
             use_latent_attention(parts)
         else:
             parts.self_attention.module = FewPassSelfAttention
+            own = parts.self_attention.submodules
+            for name in ("q_layernorm", "k_layernorm"):
+                if getattr(own, name) not in (None, IdentityOp):
+                    setattr(own, name, FewPassRMSNorm)
         use_experts(parts.mlp, FewPassExperts)
 
 
@@ -254,13 +258,22 @@ class _RMSNorm(torch.autograd.Function):
 class FewPassRMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` with the arguments that Megatron gives a norm."""
 
+    zero_centred: bool | None = None  # as the model's, where a subclass does not say
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps)
+        if self.zero_centred is None:
+            self.zero_centred = config.layernorm_zero_centered_gamma
         # Under sequence parallelism each rank has its own tokens only: Megatron sums these gradients over the ranks.
         self.weight.sequence_parallel = config.sequence_parallel
 
+    @property
+    def factor(self) -> torch.Tensor:
+        """What x / rms(x) is multiplied by."""
+        return self.weight.float() + 1 if self.zero_centred else self.weight
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        return _RMSNorm.apply(x, self.factor, self.eps)
 
 
 # -- from the projection to rotated queries and keys
@@ -316,10 +329,18 @@ class FewPassSelfAttention(RotatingSelfAttention):
             query, key, value = mixed.split((mixed.size(3) - 2, 1, 1), dim=3)
             mixed = torch.cat([self.q_layernorm(query), self.k_layernorm(key), value], dim=3)
         weights = (
-            None if norm is None or isinstance(norm, IdentityOp | WideNorm) else norm.weight
+            None if norm is None or isinstance(norm, IdentityOp | WideNorm) else norm.factor
             for norm in (self.q_layernorm, self.k_layernorm)
         )
-        return _SplitNormRotate.apply(mixed, *weights, self._cos_sin, self.config.layernorm_epsilon)
+        gates = []
+        if self.config.attention_output_gate:
+            heads = mixed.size(3) // 2 - 1
+            gates = [mixed[..., heads : 2 * heads, :]]
+            mixed = torch.cat([mixed[..., :heads, :], mixed[..., 2 * heads :, :]], dim=3)
+        return *_SplitNormRotate.apply(mixed, *weights, self._cos_sin, self.config.layernorm_epsilon), *gates
+
+    def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
 
 
 # -- experts

@@ -46,6 +46,7 @@ from megatron_rl.layers.attention import (
     use_wide_norms,
 )
 from megatron_rl.layers.cpu_layers import LatentAttention, finish_few_pass_model, use_few_pass_layers
+from megatron_rl.layers.delta_net import fields_with_delta_nets, use_delta_nets
 from megatron_rl.layers.sinks import SinkAttention, fields_with_sinks, state_yarn
 from megatron_rl.learner.router_biases import keep_router_biases
 from megatron_rl.model.architecture import Architecture
@@ -157,7 +158,7 @@ def transformer_config(
         }
     if a.sigmoid_router and a.router_groups[0] > 1:
         config |= {"moe_router_num_groups": a.router_groups[0], "moe_router_group_topk": a.router_groups[1]}
-    config |= fields_with_sinks(a)
+    config |= fields_with_sinks(a) | fields_with_delta_nets(a)
     if a.latent is not None:
         config |= {
             "q_lora_rank": a.latent.query_rank,
@@ -250,6 +251,8 @@ def layer_spec(config: TransformerConfig, device: torch.device, exact: bool = Fa
             core = SinkAttention if config.softmax_type == "learnable" else SDPACoreAttention
             layer.submodules.self_attention.submodules.core_attention = core
         use_few_pass_layers(block)
+    if config.linear_attention_freq is not None:
+        use_delta_nets(block, config, te)
     return block
 
 
@@ -340,6 +343,8 @@ _LATENT_CUT = {  # of latent attention; None: every rank has all of W
     "linear_q_up_proj": 0,
     "linear_kv_down_proj": None,
     "linear_kv_up_proj": 0,
+    "in_proj": 0,  # of a gated delta net
+    "out_proj": 1,
 }
 _SHARED = "mlp.shared_experts."
 _EXPERTS = "mlp.experts"
