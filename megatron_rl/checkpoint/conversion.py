@@ -110,7 +110,7 @@ class MegatronFolder:
         held: list[torch.Tensor] = []  # what belongs to the same tensors of Hugging Face
         for entry in stored_tensors(a):
             tensor = self(_key(entry, prefix))
-            tensor = tensor if dtype is None or entry.is_buffer else tensor.to(dtype)
+            tensor = tensor if dtype is None or entry.in_fp32 else tensor.to(dtype)
             if entry.part is not None:
                 held.append(tensor)
             if not entry.is_last:
@@ -178,7 +178,7 @@ def to_megatron(source: Path, target: Path, *, dtype: torch.dtype | None = None)
     digests: dict[str, str] = {}
 
     def type_of(entry: Stored) -> torch.dtype | None:
-        return torch.float32 if entry.is_buffer else dtype
+        return torch.float32 if entry.in_fp32 else dtype
 
     def read(key: str) -> torch.Tensor:
         entry = entries[key]

@@ -384,17 +384,15 @@ def _write(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Pa
     copy_companions(source, folder, leave_out=("README.md",))  # a model card speaks of other weights
     weight_map: dict[str, str] = {}
     total_size = 0
-    dtypes: set[torch.dtype] = set()  # of weights: buffers have one of their own
-    buffers = {
-        name for entry in stored_tensors(read_architecture(source)) if entry.is_buffer for name in entry.hf_names
-    }
+    dtypes: set[torch.dtype] = set()  # of weights that do not have one of their own
+    in_fp32 = {name for entry in stored_tensors(read_architecture(source)) if entry.in_fp32 for name in entry.hf_names}
     for number, tensors in enumerate(_in_files(experts_in_one(weights), file_bytes), start=1):
         file = f"model-{number:05d}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(_usual_mode())  # safetensors makes files that their owner alone can read
         weight_map |= dict.fromkeys(tensors, file)
         total_size += sum(tensor.nbytes for tensor in tensors.values())
-        dtypes |= {tensor.dtype for name, tensor in tensors.items() if name not in buffers}
+        dtypes |= {tensor.dtype for name, tensor in tensors.items() if name not in in_fp32}
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     if len(dtypes) == 1:

@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import unwrap_model
 
@@ -51,7 +52,8 @@ class Entry:
     stage: int  # pipeline rank that owns it
     shape: tuple[int, ...]  # of the shard that each rank holds
     dtype: torch.dtype
-    is_buffer: bool  # not trained: sent as it is
+    in_fp32: bool  # sent as it is
+    is_buffer: bool  # not trained
 
     @property
     def is_view(self) -> bool:
@@ -109,7 +111,7 @@ class WeightMap:
         shape, stage, sharding = tuple(parameter.shape), self.pp.rank(), weight.sharding
         if sharding == "column" and (shape,) == weight.shapes(self.architecture):
             sharding = "replicated"
-        return Entry(name, hf_names, sharding, expert, stage, shape, parameter.dtype, weight.is_buffer)
+        return Entry(name, hf_names, sharding, expert, stage, shape, parameter.dtype, weight.in_fp32, weight.is_buffer)
 
     # -- Hugging Face → Megatron
 
@@ -185,7 +187,7 @@ class WeightMap:
         for entry, names, is_here in self._exported:
             if entry.parameter == "output_layer.weight" and self.architecture.tie_embeddings:
                 continue
-            reader, sent_as = (None, None) if entry.is_buffer else (read, dtype)
+            reader, sent_as = None if entry.is_buffer else read, None if entry.in_fp32 else dtype
             if is_here and reader is None and sent_as is None:
                 yield from zip(names[0], self._views(entry), strict=True)
                 continue
@@ -326,6 +328,10 @@ def _adapters(model: GPTModel, weights: dict[str, Any]) -> Iterator[tuple[str, S
             weight = weights[f"{layer}.weight{number}"]
             key = f"{weight.key.removesuffix('.weight')}.{own.removesuffix(number)}"
             yield name, ShardedTensor.from_rank_offsets(key, parameter, replica_id=weight.replica_id)
+        elif layer.endswith(".in_proj") and own == "lora_B":  # of a delta net: each of its sections by itself
+            module = model.get_submodule(layer.rpartition(".")[0])
+            sections = list(module.in_proj_split_sections), module.in_proj_split_names
+            yield name, _split_tensor_factory(_shared(weights[name], 0), *sections, 0)
         elif (cut := getattr(parameter, "adapter_cut", None)) is not None:
             shared = _shared(weights[name], cut)
             is_gated = layer.endswith("linear_fc1")

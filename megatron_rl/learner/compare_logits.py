@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -60,7 +60,7 @@ def witness(path: Path, a: Architecture, prompt: list[int], free_gib: float) -> 
     """
     layers = [0, a.num_layers - 1] if _numel(a) > LARGEST_WHOLE and a.num_layers > 2 else list(range(a.num_layers))
     part = f"all {a.num_layers} layers" if len(layers) == a.num_layers else f"layers {layers[0]} and {layers[1]}"
-    needed = BYTES_PER_PARAMETER * _numel(_of_layers(a, layers)) / 2**30 + SPARE_GIB
+    needed = BYTES_PER_PARAMETER * _numel(a.of_layers(layers)) / 2**30 + SPARE_GIB
     if needed > free_gib:
         return f"not compared with transformers: {part} need {needed:.0f} GiB of memory, {free_gib:.0f} are free"
     request = {"path": str(path), "tokens": _filled(prompt, a), "layers": layers}
@@ -91,7 +91,7 @@ def logprob_difference(path: Path, tokens: list[int], layers: list[int]) -> Diff
     """`Difference` of the model in ``path`` cut down to ``layers``. Both models run here, one after the other."""
     a, folder = read_architecture(path), HFFolder(path)
     theirs = _logprobs(_theirs(path, a, folder, layers), tokens)
-    ours = _logprobs(_ours(_of_layers(a, layers), _renamed(folder, layers)), tokens)
+    ours = _logprobs(_ours(a.of_layers(layers), _renamed(folder, layers)), tokens)
     difference = (ours - theirs).abs()
     return Difference(float(difference.max()), int((~(difference <= BOUND)).sum()), len(difference))
 
@@ -128,9 +128,10 @@ def _theirs(path: Path, a: Architecture, folder: HFFolder, layers: list[int]) ->
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig  # seconds to import: only where asked for
 
     FAMILIES[a.model_type].register()
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    whole = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = whole.get_text_config()
     source, weights = path, None
-    if len(layers) < a.num_layers:
+    if len(layers) < a.num_layers or config is not whole:
         config.num_hidden_layers = len(layers)
         if getattr(config, "layer_types", None):
             config.layer_types = [config.layer_types[i] for i in layers]
@@ -139,7 +140,7 @@ def _theirs(path: Path, a: Architecture, folder: HFFolder, layers: list[int]) ->
             config.mlp_only_layers = [place for place, i in enumerate(layers) if not a.moe_layers[i]]
             config.first_k_dense_replace = sum(not a.moe_layers[i] for i in layers)
         read = _renamed(folder, layers)
-        names = model_shapes(_of_layers(a, layers))
+        names = model_shapes(a.of_layers(layers))
         source, weights = None, dict(experts_in_one((name, read(name)) for name in names))
     model, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         source,
@@ -158,11 +159,6 @@ def _theirs(path: Path, a: Architecture, folder: HFFolder, layers: list[int]) ->
 def _renamed(folder: HFFolder, layers: list[int]) -> Callable[[str], torch.Tensor]:
     """The tensors of ``folder`` under the names that they have in a model of ``layers`` alone."""
     return lambda name: folder(re.sub(r"(?<=^model\.layers\.)\d+", lambda number: str(layers[int(number[0])]), name))
-
-
-def _of_layers(a: Architecture, layers: list[int]) -> Architecture:
-    kept = {name: tuple(getattr(a, name)[i] for i in layers) for name in ("moe_layers", "windows") if getattr(a, name)}
-    return replace(a, num_layers=len(layers), **kept)
 
 
 def _numel(a: Architecture) -> int:

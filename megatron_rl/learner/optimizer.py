@@ -367,9 +367,20 @@ def with_optimizer(
     )
     # Gloo twins of the groups are needed only where NCCL is the main backend.
     adam = get_megatron_optimizer(settings, [wrapped], use_gloo_process_groups=device.type == "cuda")
+    _find_fp32_parameters(adam)
     wrapped.config.grad_scale_func = adam.scale_loss
     wrapped.config.finalize_model_grads_func = partial(_add_up_grads, biases)
     return wrapped, adam
+
+
+def _find_fp32_parameters(adam: MegatronOptimizer) -> None:
+    """Mend Megatron's map from parameters to Adam's, which puts those in fp32 first within a group: without this a model
+    of both types takes the states of one parameter for another's."""
+    for chained in adam.chained_optimizers:
+        groups = zip(getattr(chained, "model_fp32_groups", ()), getattr(chained, "model_float16_groups", ()))
+        for number, (in_fp32, others) in enumerate(groups):
+            for order, parameter in enumerate([*in_fp32, *others]):
+                chained.model_param_group_index_map[parameter] = number, order
 
 
 def unhook(model: DistributedDataParallel) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -102,6 +103,15 @@ class Architecture:
     @property
     def is_moe(self) -> bool:
         return self.num_experts > 0
+
+    def of_layers(self, layers: Sequence[int]) -> Architecture:
+        """The model of these layers alone."""
+        by_layer = {
+            name: tuple(values[layer] for layer in layers)
+            for name in ("moe_layers", "windows", "linear_layers")
+            if (values := getattr(self, name))
+        }
+        return replace(self, num_layers=len(layers), **by_layer)
 
     def is_linear(self, layer: int) -> bool:
         """Whether ``layer`` has a gated delta net in the place of attention."""

@@ -46,7 +46,8 @@ class Stored:
     hf_names: tuple[str, ...]
     hf_shapes: Shapes
     sharding: Sharding
-    is_buffer: bool = False  # not trained: has no master weights, and is never rounded
+    in_fp32: bool = False  # never rounded
+    is_buffer: bool = False  # not trained: has no master weights
     part: int | None = None  # which of the Megatron tensors that hold those of Hugging Face together
     parts: tuple[tuple[int, ...], ...] = ()  # the shapes of all of these
 
@@ -89,7 +90,7 @@ def _stored(weight: Weight, a: Architecture, layer: int | None = None, expert: i
     names = [theirs + name.replace(EXPERT, str(expert)) for name in weight.hf]
     shapes = weight.shapes(a)
     if len(keys) == 1:
-        yield Stored(keys[0], tuple(names), shapes, weight.sharding, weight.is_buffer)
+        yield Stored(keys[0], tuple(names), shapes, weight.sharding, weight.in_fp32, weight.is_buffer)
     elif weight.sharding in ("interleaved", "delta", "delta_by_head"):
         if weight.sharding == "interleaved":
             parts = ((shapes[0][-1] // 2, *shapes[0][:-1]),) * 2

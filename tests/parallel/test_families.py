@@ -32,6 +32,7 @@ STORED = ("olmoe", "bailing_moe", "deepseek_v3")
 RATE = 0.03125  # of biases: sums with it are exact enough to compare
 ADAPTED = tuple(f"{name}.weight" for name in ("_proj", "kv_a_proj_with_mqa", "query_key_value", "attention.dense"))
 ADAPTED += (".gate_up_proj", ".down_proj")  # of experts that a checkpoint has in one tensor
+ADAPTED += tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkvz", "ba", "qkv", "z", "b", "a"))
 RANK, PRECISION = 4, 1e-5  # of adapters; PRECISION: see test_learner_lora.py
 STEPS, EPS = 2, 1e-3  # of Adam: see test_learner_layouts.py
 

@@ -42,7 +42,8 @@ class Weight:
     shapes: Callable[[Architecture], Shapes]  # of the Hugging Face tensors
     is_in: Callable[[Architecture, bool], bool] = lambda a, is_moe: True  # is_moe: of the layer
     linear: bool | None = None  # of layers with a gated delta net (True) or with attention (False) alone
-    is_buffer: bool = False  # fp32, not trained: goes on as it is, whatever the weights are rounded to
+    in_fp32: bool = False  # goes on as it is, whatever the weights are rounded to
+    is_buffer: bool = False  # likewise, and not trained
 
     def is_of(self, a: Architecture, layer: int) -> bool:
         """Whether ``layer`` has it."""
@@ -183,7 +184,7 @@ def delta_net(names: str, sharding: Sharding, shapes: Callable[[LinearAttention,
             disk=_on_disk("conv1d", 3),
         ),
         _delta("dt_bias", "dt_bias", "column", lambda m, h: ((m.value_heads,),)),
-        _delta("A_log", "A_log", "column", lambda m, h: ((m.value_heads,),)),
+        _delta("A_log", "A_log", "column", lambda m, h: ((m.value_heads,),), in_fp32=True),
         _delta("norm.weight", "out_norm.weight", "replicated", lambda m, h: ((m.value_width,),)),
         _delta("out_proj.weight", "out_proj.weight", "row", lambda m, h: ((h, m.value_heads * m.value_width),)),
     )
@@ -319,6 +320,7 @@ ROUTER_BIAS = row(
     "mlp.router.expert_bias",
     "replicated",
     lambda a: ((a.num_experts,),),
+    in_fp32=True,
     is_buffer=True,
     **OF_EXPERTS,
 )
