@@ -374,8 +374,8 @@ def with_optimizer(
 
 
 def _find_fp32_parameters(adam: MegatronOptimizer) -> None:
-    """Mend Megatron's map from parameters to Adam's, which puts those in fp32 first within a group: without this a model
-    of both types takes the states of one parameter for another's."""
+    """Mend Megatron's map from parameters to Adam's, which puts those in fp32 first within a group: without this a
+    model of both types takes the states of one parameter for another's."""
     for chained in adam.chained_optimizers:
         groups = zip(getattr(chained, "model_fp32_groups", ()), getattr(chained, "model_float16_groups", ()))
         for number, (in_fp32, others) in enumerate(groups):

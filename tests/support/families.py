@@ -71,7 +71,8 @@ def save_family(folder: Path, family: str, seed: int = 0, **options: Any) -> Pat
     transformers starts them at zero, where a bias that is left out would not show; so are norms beside delta nets.
     Sinks are numbers in bf16, the only ones that vLLM takes."""
     options = _OPTIONS.get(family, {}) | options
-    config = build_tiny_config(family, "nano", num_hidden_layers=3, initializer_range=0.12, **options)
+    options = {"num_hidden_layers": 3, "initializer_range": 0.12} | options
+    config = build_tiny_config(family, "nano", **options)
     model = build_model(config, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():

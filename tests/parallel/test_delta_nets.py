@@ -1,0 +1,146 @@
+"""Models of gated delta nets on packed rows: transformers' torch form, layouts, both types of a model in bf16."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.parallel.pool import Jobs
+from tests.parallel.programs.delta_nets import LENGTHS, tokens_of
+from tests.parallel.programs.learner import largest_difference
+from tests.support.families import save_family
+from tests.support.plain_training import load
+
+FAMILIES = ("qwen3_next", "qwen3_5_moe_text")
+NATS = 2e-5  # between two orders of sums in fp32
+OF_A_GRADIENT = 5e-5  # likewise, of its largest number
+BF16 = {"learner": {"dtype": "bf16", "optimizer": {"lr": 1e-3}}, "rollout": {"dtype": "bf16"}}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """Of smaller weights than other tests': log-probs are then of the order that trained models have."""
+    return {family: save_family(tmp_path_factory.mktemp(family), family, initializer_range=0.06) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def rows(models):
+    jobs: dict[int, dict] = {1: {}, 2: {}}
+    for family, path in models.items():
+        jobs[1][family] = ("row", {"path": str(path)})
+        jobs[1] |= {f"{family} {n}": ("row", {"path": str(path), "numbers": [n]}) for n in range(len(LENGTHS))}
+        jobs[2][f"{family} tp2"] = ("row", {"path": str(path), "tensor": 2})
+    with Jobs(jobs, module="tests.parallel.programs.delta_nets") as results:
+        yield results
+
+
+@pytest.fixture(scope="module")
+def theirs(models):
+    """transformers' log-probs, sequence by sequence, and gradients of their sum."""
+    found = {}
+    for family, path in models.items():
+        model, logprobs = load(path, torch.float32), []
+        for number, length in enumerate(LENGTHS):
+            tokens = tokens_of(length, number)
+            own = model(tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+            logprobs.append(own.gather(1, tokens[1:, None])[:, 0])
+        torch.cat(logprobs).sum().backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found[family] = {"logprobs": [x.detach() for x in logprobs], "gradients": gradients}
+    return found
+
+
+def furthest(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True) if len(x))
+
+
+def of_experts(name: str) -> tuple[str, int, slice] | None:
+    """Where transformers keeps an expert's tensor: the whole, the expert, its rows."""
+    block, _, own = name.partition(".experts.")
+    if not own:
+        return None
+    expert, part = own.split(".")[:2]
+    rows = {"gate_proj": slice(None, 32), "up_proj": slice(32, None), "down_proj": slice(None)}[part]
+    return f"{block}.experts.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}", int(expert), rows
+
+
+@pytest.mark.parametrize("layout", ["", " tp2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_row_is_what_transformers_computes(family, layout, rows, theirs):
+    for result in rows[f"{family}{layout}"]:
+        assert furthest(result["logprobs"], theirs[family]["logprobs"]) <= NATS
+        for name, ours in result["gradients"].items():
+            place = of_experts(name)
+            wanted = theirs[family]["gradients"]
+            wanted = wanted[name] if place is None else wanted[place[0]][place[1], place[2]]
+            assert wanted.abs().max() > 0, name
+            assert (ours - wanted).abs().max() <= OF_A_GRADIENT * wanted.abs().max(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_row_is_its_sequences_alone(family, rows):
+    alone = [rows[f"{family} {n}"][0] for n in range(len(LENGTHS))]
+    (packed,) = rows[family]
+    assert furthest(packed["logprobs"], [x for result in alone for x in result["logprobs"]]) <= NATS
+    for name, together in packed["gradients"].items():
+        apart = sum(result["gradients"][name] for result in alone)
+        assert (together - apart).abs().max() <= OF_A_GRADIENT * apart.abs().max(), name
+
+
+# -- the learner
+
+
+@pytest.fixture(scope="module")
+def runs(models, tmp_path_factory):
+    jobs: dict[int, dict] = {1: {}, 2: {}}
+    for family, path in models.items():
+        fp32 = {"num_steps": 2, "model": {"path": str(path)}, "learner": {"optimizer": {"lr": 1e-4, "eps": 1e-3}}}
+        jobs[1][f"{family} one"] = ("train_on_stored_rollouts", fp32)
+        cut = fp32 | {"learner": fp32["learner"] | {"parallel": {"context": 2}}}
+        jobs[2][f"{family} cp2"] = ("train_on_stored_rollouts", cut)
+        folder = str(tmp_path_factory.mktemp("checkpoint"))
+        bf16 = {"model": {"path": str(path)}, **BF16}
+        two = bf16 | {"learner": BF16["learner"] | {"parallel": {"tensor": 2}}}
+        jobs[1][f"{family} saved"] = ("save_after", bf16 | {"folder": folder, "num_steps": 1})
+        jobs[2][f"{family} saved dp2"] = ("save_after", bf16 | {"folder": folder + "-dp2", "num_steps": 1})
+
+        def resume(saved: str, sections: dict):
+            return lambda: ("load_and_continue", sections | {"path": results[saved][0]["path"]})
+
+        jobs[1][f"{family} resumed"] = resume(f"{family} saved", bf16)
+        jobs[2][f"{family} resumed dp2"] = resume(f"{family} saved dp2", bf16)
+        jobs[2][f"{family} resumed tp2"] = resume(f"{family} saved", two)
+    with Jobs(jobs, module="tests.parallel.programs.learner") as results:
+        yield results
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequences_are_cut_over_ranks_by_heads_of_delta_nets(family, runs):
+    (one,) = runs[f"{family} one"]
+    for result in runs[f"{family} cp2"]:
+        for when in ("before", "after"):
+            assert np.abs(np.concatenate(result[when]) - np.concatenate(one[when])).max() <= NATS
+        for got, want in zip(result["metrics"], one["metrics"], strict=True):
+            assert got["actor/grad_norm"] == pytest.approx(want["actor/grad_norm"], rel=2e-5)
+        assert largest_difference(result["weights"], one["weights"]) <= 1e-6
+
+
+@pytest.mark.parametrize("layout", ["", " dp2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_two_types_goes_on_bit_for_bit(family, layout, runs):
+    """In bf16 with A_log in fp32: states of Adam are those of the same parameter."""
+    for saved, resumed in zip(runs[f"{family} saved{layout}"], runs[f"{family} resumed{layout}"], strict=True):
+        assert resumed["metrics"] == saved["metrics"]
+        assert largest_difference(resumed["weights"], saved["weights"]) == 0.0
+        assert any((w != w.bfloat16()).any() for name, w in saved["weights"].items() if name.endswith("A_log"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_two_types_goes_on_in_another_layout(family, runs):
+    saved = runs[f"{family} saved"][0]
+    for resumed in runs[f"{family} resumed tp2"]:
+        assert np.abs(resumed["logprobs"] - saved["logprobs"]).mean() <= 0.02  # of bf16
+        assert resumed["metrics"][0]["actor/grad_norm"] == pytest.approx(
+            saved["metrics"][0]["actor/grad_norm"], rel=0.05
+        )

@@ -1,0 +1,105 @@
+"""Gated delta nets over packed rows: against the recurrence written out, and against each sequence alone."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
+
+from megatron_rl.layers.delta_net import CHUNK, causal_conv, chunk_places, chunked_delta_rule
+
+LENGTHS = (1, CHUNK + 1, 3, 2 * CHUNK, 7, 2 * CHUNK + 9)
+HEADS, EACH, KEY, VALUE = 2, 3, 8, 5
+
+
+def offsets(lengths) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def drawn(tokens: int, seed: int = 0) -> list[torch.Tensor]:
+    """Queries, keys, values, decays and strengths of a row."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = ((HEADS, KEY), (HEADS, KEY), (HEADS * EACH, VALUE), (HEADS * EACH,), (HEADS * EACH,))
+    query, key, value, decay, strength = (torch.randn(1, tokens, *shape, generator=random) for shape in shapes)
+    return [query, key, value, -F.softplus(decay), strength.sigmoid()]
+
+
+def written_out(query, key, value, decay, strength) -> np.ndarray:
+    """S ← exp(g)·S; S ← S + k ⊗ β·(v − Sᵀk); o = Sᵀq / √K, token after token, in float64."""
+    out = np.zeros(value.shape)
+    for head in range(value.shape[1]):
+        state = np.zeros((KEY, VALUE))
+        for t in range(len(value)):
+            q, k = (x[t, head // EACH] / np.sqrt((x[t, head // EACH] ** 2).sum() + 1e-6) for x in (query, key))
+            state = np.exp(decay[t, head]) * state
+            state = state + np.outer(k, strength[t, head] * (value[t, head] - state.T @ k))
+            out[t, head] = state.T @ q / np.sqrt(KEY)
+    return out
+
+
+def test_chunks_are_the_recurrence():
+    arguments = drawn(sum(LENGTHS))
+    out, _ = chunked_delta_rule(*arguments, cu_seqlens=offsets(LENGTHS))
+    row = [x[0].double().numpy() for x in arguments]
+    at = 0
+    for length in LENGTHS:
+        wanted = written_out(*(x[at : at + length] for x in row))
+        assert np.abs(out[0, at : at + length].numpy() - wanted).max() <= 64 * 2**-24
+        at += length
+
+
+def gradients(arguments, lengths, weights) -> list[torch.Tensor]:
+    leaves = [x.clone().requires_grad_() for x in arguments]
+    out, _ = chunked_delta_rule(*leaves, cu_seqlens=offsets(lengths))
+    (out * weights).sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def test_a_row_is_its_sequences_alone():
+    arguments = drawn(sum(LENGTHS))
+    weights = torch.randn(1, sum(LENGTHS), HEADS * EACH, VALUE)
+    together = gradients(arguments, LENGTHS, weights)
+    alone = [
+        gradients([x[:, a:b] for x in arguments], [b - a], weights[:, a:b])
+        for a, b in zip(offsets(LENGTHS), offsets(LENGTHS)[1:])
+    ]
+    for row, parts in zip(together, zip(*alone, strict=True), strict=True):
+        assert torch.equal(row, torch.cat(parts, dim=1))
+
+
+def test_gradients_are_those_of_transformers():
+    lengths = (CHUNK + 5, 2)
+    arguments, weights = drawn(sum(lengths)), torch.randn(1, sum(lengths), HEADS * EACH, VALUE)
+    ours = gradients(arguments, lengths, weights)
+    leaves = [x.clone().requires_grad_() for x in arguments]
+    query, key = (x.repeat_interleave(EACH, dim=2) for x in leaves[:2])
+    parts = zip(*(x.split(lengths, dim=1) for x in (query, key, *leaves[2:])), strict=True)
+    outputs = [
+        torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+        for q, k, v, g, beta in parts
+    ]
+    theirs = torch.cat(outputs, dim=1)
+    (theirs * weights).sum().backward()
+    for mine, other in zip(ours, [theirs.detach(), *(leaf.grad for leaf in leaves)], strict=True):
+        assert torch.allclose(mine, other, rtol=0, atol=2e-6 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_convolution_sees_no_other_sequence(dtype):
+    tokens, channels = sum(LENGTHS), 6
+    x, weight = torch.randn(1, tokens, channels).to(dtype), torch.randn(channels, 4).to(dtype)
+    out, _ = causal_conv(x, weight, cu_seqlens=offsets(LENGTHS), activation="silu")
+    parts = [
+        causal_conv1d_fn(part.transpose(1, 2).double(), weight.double(), activation="silu").transpose(1, 2)
+        for part in x.split(LENGTHS, dim=1)
+    ]
+    assert out.dtype == dtype
+    assert torch.allclose(out.double(), torch.cat(parts, dim=1), rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_chunks_of_one_number_lie_from_the_longest_sequence_to_the_shortest():
+    places = chunk_places(LENGTHS, torch.device("cpu"))
+    assert places.counts == [6, 3, 1]
+    assert places.valid.sum() == sum(LENGTHS)
+    assert torch.equal(places.pad.flatten()[places.unpad], torch.arange(sum(LENGTHS)))
+    assert torch.equal(places.position, torch.cat([torch.arange(n) for n in LENGTHS]))
