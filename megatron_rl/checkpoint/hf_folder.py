@@ -88,7 +88,7 @@ class HFFolder:
                 places = {
                     f"{match[1]}.{e}.{part}": (name, e) if half is None else (name, e, half)
                     for e in range(*experts)
-                    for part, half in parts or {match[2]: None}.items()
+                    for part, half in (parts or {match[2]: None}).items()
                 }
             self._place_of |= places
             self._file_of |= dict.fromkeys(places or [name], file)

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.learner import compare_logits
+from megatron_rl.model.architecture import read_architecture
 from tests.parallel.pool import Jobs
 from tests.parallel.programs.delta_nets import LENGTHS, tokens_of
 from tests.parallel.programs.learner import largest_difference
-from tests.support.families import save_family
+from tests.support.families import save_family, save_wrapper
 from tests.support.plain_training import load
 
 FAMILIES = ("qwen3_next", "qwen3_5_moe_text")
@@ -86,6 +88,12 @@ def test_a_packed_row_is_its_sequences_alone(family, rows):
     for name, together in packed["gradients"].items():
         apart = sum(result["gradients"][name] for result in alone)
         assert (together - apart).abs().max() <= OF_A_GRADIENT * apart.abs().max(), name
+
+
+def test_the_text_model_of_a_wrapper_is_what_transformers_computes(tmp_path):
+    path = save_wrapper(tmp_path / "model")
+    said = compare_logits.witness(path, read_architecture(path), [5, 6], free_gib=8.0)
+    assert said.startswith("log-probs of the prompt (63 tokens, all 2 layers, fp32) under transformers and the")
 
 
 # -- the learner

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
+from tools.dev.make_tiny_checkpoint import EOS_ID, build_model, build_tiny_config, save_checkpoint
 
 YARN = {
     "rope_type": "yarn",
@@ -84,4 +85,30 @@ def save_family(folder: Path, family: str, seed: int = 0, **options: Any) -> Pat
             if name.endswith("sinks"):
                 tensor.copy_(tensor.bfloat16())
     save_checkpoint(model, folder)
+    return folder
+
+
+def save_wrapper(folder: Path, seed: int = 0) -> Path:
+    """A random Qwen3.5 that also reads pictures, as it is published: an expert's tensors with those of all others, and
+    a layer for guesses of later tokens."""
+    import transformers
+
+    kinds = {"layer_types": ["linear_attention", "full_attention"]}
+    text = build_tiny_config("qwen3_5_moe_text", "nano", num_hidden_layers=2, **kinds).to_dict()
+    heads = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "num_position_embeddings": 16}
+    vision = heads | {"out_hidden_size": text["hidden_size"]}
+    torch.manual_seed(seed)
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=vision, eos_token_id=EOS_ID)
+    save_checkpoint(transformers.Qwen3_5MoeForConditionalGeneration(config), folder)
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        block = f"model.language_model.layers.{layer}.mlp.experts"
+        parts = {
+            part: torch.stack([tensors.pop(f"{block}.{e}.{part}_proj.weight") for e in range(text["num_experts"])])
+            for part in ("gate", "up", "down")
+        }
+        tensors[f"{block}.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], dim=1)
+        tensors[f"{block}.down_proj"] = parts["down"]
+    tensors["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(4, 64, 128)
+    save_file(tensors, folder / "model.safetensors")
     return folder

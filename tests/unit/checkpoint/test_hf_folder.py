@@ -25,7 +25,7 @@ from megatron_rl.checkpoint.hf_folder import (
 )
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import read_architecture
-from tests.support.families import save_family
+from tests.support.families import save_family, save_wrapper
 from tests.support.tiny import MODEL
 
 
@@ -285,6 +285,50 @@ def test_an_expert_that_a_tensor_of_all_lacks_is_named(tmp_path):
     save_file(tensors | {name: tensors[name][:3].clone()}, model / SINGLE_FILE)
     with pytest.raises(InputError, match=r"lacks model\.layers\.0\.mlp\.experts\.3\.down_proj_bias"):
         check_weights(HFFolder(model), read_architecture(model))
+
+
+def test_the_text_model_of_a_wrapper_is_read_and_written_by_itself(tmp_path):
+    """Under transformers' names of that model; what reads pictures, and guesses of later tokens, are named."""
+    import transformers
+
+    model = save_wrapper(tmp_path / "model")
+    folder, a = HFFolder(model), read_architecture(model)
+    pictures, later = sorted(check_weights(folder, a), key=lambda note: "mtp." in note)
+    assert "the part that reads pictures; neither loaded nor trained" in pictures
+    assert later.startswith("mtp.layers.0.mlp.experts.0.gate_proj.weight, ")
+    stored = load_file(model / SINGLE_FILE)
+    whole = stored["model.language_model.layers.1.mlp.experts.gate_up_proj"]
+    for part, rows in (("gate_proj", whole[2, :32]), ("up_proj", whole[2, 32:])):
+        name = f"model.layers.1.mlp.experts.2.{part}.weight"
+        assert torch.equal(folder(name), rows)
+        assert folder.shape(name) == tuple(rows.shape)
+    assert read_stop_token_ids(model) == [2]
+    write_hf_checkpoint(tmp_path / "again", model_weights(folder, a), model)
+    assert read_architecture(tmp_path / "again") == a
+    assert check_weights(HFFolder(tmp_path / "again"), a) == []
+    wrapper = transformers.Qwen3_5MoeForConditionalGeneration.from_pretrained(model)
+    text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert type(text).__name__ == "Qwen3_5MoeForCausalLM"
+    tokens = torch.arange(3, 40)[None]
+    assert torch.equal(wrapper(tokens).logits, text(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"architectures": ["Qwen3_5MoeForCausalLM"]}, "architectures: "),
+        ({"text_config": {"model_type": "qwen3_5_text"}}, "text_config: "),
+        ({"text_config": None}, "text_config: None"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings: True, but False in text_config"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_a_key_beside_the_text_model_that_matters_is_refused(change, said, tmp_path):
+    kept = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": {"tie_word_embeddings": False}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", **kept, **change}))
+    with pytest.raises(InputError) as refused:
+        read_architecture(tmp_path)
+    assert said in str(refused.value)
 
 
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
