@@ -65,7 +65,6 @@ def fields_with_delta_nets(a: Architecture) -> dict[str, Any]:
 def use_delta_nets(block: TransformerBlockSubmodules, config: TransformerConfig, te: bool) -> None:
     """Put delta nets into the layers of this stage that have them: Megatron's with TransformerEngine's projections and
     the kernels of `fla`, or (``te`` false) with Megatron's projections and these kernels."""
-    first = get_transformer_layer_offset(config)
     if te:
         if importlib.util.find_spec("fla") is None:
             raise InputError(
@@ -79,6 +78,7 @@ def use_delta_nets(block: TransformerBlockSubmodules, config: TransformerConfig,
         common.HAVE_FLA, common.l2norm = True, None  # what it would import of fla
         gdn.causal_conv1d, gdn.chunk_gated_delta_rule = causal_conv, chunked_delta_rule
         parts = GatedDeltaNetSubmodules(ColumnParallelLinear, PlainNorm, RowParallelLinear)
+    first = get_transformer_layer_offset(config)
     for number, layer in enumerate(block.layer_specs):
         if config.linear_attention_freq[first + number]:
             own = copy.copy(layer.submodules)  # Megatron has one for all layers

@@ -158,6 +158,7 @@ def transformer_config(
         }
     if a.sigmoid_router and a.router_groups[0] > 1:
         config |= {"moe_router_num_groups": a.router_groups[0], "moe_router_group_topk": a.router_groups[1]}
+    config["mtp_num_layers"] = None  # layers for guesses of later tokens are not loaded
     config |= fields_with_sinks(a) | fields_with_delta_nets(a)
     if a.latent is not None:
         config |= {

@@ -10,6 +10,7 @@ from megatron_rl.instruments.plan.learner import learner_memory
 from megatron_rl.model.architecture import read_architecture
 from tests.parallel.gloo import run_ranks
 from tests.parallel.programs.lora import LORA
+from tests.support.families import save_family
 from tests.support.slow import asked, slow_but
 from tests.support.tiny import MODEL, tiny_recipe
 
@@ -59,7 +60,11 @@ QUICK = ("fp32", "bf16", "lora", "bf16, tp2ep2")
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory, dense) -> dict[str, list[dict]]:
     """``runs[case and number of the setting][rank]``, and those resumed under "resumed …"."""
-    lora = {"lora": ({"model": {"path": dense}, "learner": {"dtype": "bf16", "lora": LORA}}, (THROUGHOUT,))}
+    delta = str(save_family(tmp_path_factory.mktemp("model"), "qwen3_next"))
+    lora = {
+        "lora": ({"model": {"path": dense}, "learner": {"dtype": "bf16", "lora": LORA}}, (THROUGHOUT,)),
+        "delta nets": ({"model": {"path": delta}, "learner": {"dtype": "bf16"}}, (THROUGHOUT,)),
+    }
     wanted, results = {case for (case,) in asked(request, "case")}, {}
     for world_size, every in ((1, CASES | lora), (2, LAYOUT_CASES)):
         cases = {case: about for case, about in every.items() if case in wanted}
@@ -70,7 +75,8 @@ def runs(request, tmp_path_factory, dense) -> dict[str, list[dict]]:
     return results
 
 
-SETTINGS = {name: settings for name, (_, settings) in (CASES | LAYOUT_CASES).items()} | {"lora": (THROUGHOUT,)}
+SETTINGS = {name: settings for name, (_, settings) in (CASES | LAYOUT_CASES).items()}
+SETTINGS |= {"lora": (THROUGHOUT,), "delta nets": (THROUGHOUT,)}
 NAMES = [(case, number) for case, settings in SETTINGS.items() for number in range(len(settings))]
 QUICK_NAMES = [(case, number) for case, number in NAMES if case in QUICK]
 

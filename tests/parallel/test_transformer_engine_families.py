@@ -12,8 +12,9 @@ from tests.support.tiny import MODEL
 
 pytestmark = [pytest.mark.skipif(te.MISSING is not None, reason=str(te.MISSING)), pytest.mark.slow]
 
-FAMILIES = ("olmoe", "deepseek_v3", "bailing_moe")
-COMPARED = [(family, dtype) for family in ("qwen3_moe", *FAMILIES) for dtype in ("fp32", "bf16", "fp16")]
+TAPPED = ("olmoe", "deepseek_v3", "bailing_moe")
+FAMILIES = (*TAPPED, "qwen3_next", "qwen3_5_moe_text")  # of the last two the kernels of fla are stand-ins
+COMPARED = [(family, dtype) for family in ("qwen3_moe", *TAPPED) for dtype in ("fp32", "bf16", "fp16")]
 STEPS = 2
 LAYOUTS = {"one": (1, {}), "tp2ep2": (2, {"tensor": 2, "expert": 2})}
 

@@ -43,6 +43,7 @@ def install() -> None:
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.current_stream = lambda device=None: torch.cpu.current_stream()
     torch.cuda.synchronize = lambda device=None: None
+    torch.compiler.set_stance("force_eager")  # of what Megatron compiles on a GPU
     for module in (
         "transformer_engine_torch",
         "transformer_engine.pytorch",

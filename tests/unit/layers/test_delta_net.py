@@ -6,7 +6,10 @@ import torch
 import torch.nn.functional as F
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
-from megatron_rl.layers.delta_net import CHUNK, causal_conv, chunk_places, chunked_delta_rule
+from megatron_rl.errors import InputError
+from megatron_rl.layers import delta_net
+from megatron_rl.layers.delta_net import CHUNK, causal_conv, chunk_places, chunked_delta_rule, fields_with_delta_nets
+from megatron_rl.model.architecture import KNOWN_MODELS, architecture_from
 
 LENGTHS = (1, CHUNK + 1, 3, 2 * CHUNK, 7, 2 * CHUNK + 9)
 HEADS, EACH, KEY, VALUE = 2, 3, 8, 5
@@ -103,3 +106,24 @@ def test_chunks_of_one_number_lie_from_the_longest_sequence_to_the_shortest():
     assert places.valid.sum() == sum(LENGTHS)
     assert torch.equal(places.pad.flatten()[places.unpad], torch.arange(sum(LENGTHS)))
     assert torch.equal(places.position, torch.cat([torch.arange(n) for n in LENGTHS]))
+
+
+def test_transformer_engines_layers_need_the_kernels_of_fla(monkeypatch):
+    monkeypatch.setattr(delta_net.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="pip install flash-linear-attention"):
+        delta_net.use_delta_nets(None, None, te=True)
+
+
+def test_megatrons_fields_say_widths_layers_gates_and_norms():
+    fields = fields_with_delta_nets(architecture_from(KNOWN_MODELS["Qwen3.5-35B-A3B"]))
+    assert fields == {
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+        "linear_attention_freq": [1, 1, 1, 0] * 10,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    }
+    assert fields_with_delta_nets(architecture_from(KNOWN_MODELS["Qwen3-30B-A3B"])) == {}

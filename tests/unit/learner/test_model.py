@@ -171,7 +171,7 @@ def test_gloo_twins_of_groups_where_nccl_is_the_backend(monkeypatch, device):
 
     def adam(settings: Any, models: Any, **kwargs: Any) -> Any:
         asked.update(kwargs)
-        return type("Adam", (), {"scale_loss": None})()
+        return type("Adam", (), {"scale_loss": None, "chained_optimizers": ()})()
 
     monkeypatch.setattr(optimizer, "DistributedDataParallel", Wrapped)
     monkeypatch.setattr(optimizer, "get_megatron_optimizer", adam)

@@ -1,6 +1,7 @@
 """Learning rates against the formula and Megatron's scheduler, and what each key of the optimizer does."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -303,9 +304,8 @@ def test_numbers_of_adam_reach_megatron(monkeypatch):
     given = {"lr": 0.5, "weight_decay": 0.25, "beta1": 0.125, "beta2": 0.75, "eps": 0.0625, "clip_grad": 3.0}
     wrapped = SimpleNamespace(config=SimpleNamespace())
     monkeypatch.setattr(optimizer, "DistributedDataParallel", lambda *_: wrapped)
-    monkeypatch.setattr(
-        optimizer, "get_megatron_optimizer", lambda settings, *_, **__: SimpleNamespace(scale_loss=None, got=settings)
-    )
+    adam_of = partial(SimpleNamespace, scale_loss=None, chained_optimizers=())
+    monkeypatch.setattr(optimizer, "get_megatron_optimizer", lambda settings, *_, **__: adam_of(got=settings))
     model = SimpleNamespace(config=None)
     _, adam = with_optimizer(model, LearnerConfig(optimizer=OptimizerConfig(**given)), torch.device("cpu"), None)
     names = {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_eps"}

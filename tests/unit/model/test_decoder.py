@@ -85,3 +85,11 @@ def test_yarn_with_sinks_has_all_keys_that_vllm_asks_for_and_no_other():
         assert replace(model, rope_scaling=other).yarn is None
     (problem,) = replace(model, max_position_embeddings=32 * 4096 + 1).problems()
     assert "the most that vLLM takes" in problem
+
+
+def test_some_layers_of_a_model_keep_their_kinds():
+    model = architecture_from(KNOWN_MODELS["Qwen3-Next-80B-A3B-Instruct"])
+    part = model.of_layers([0, 3, 47])
+    assert (part.num_layers, part.linear_layers, part.moe_layers) == (3, (True, False, False), (True,) * 3)
+    assert [part.is_linear(layer) for layer in range(3)] == [True, False, False]
+    assert architecture_from(KNOWN_MODELS["gpt-oss-20b-bf16"]).of_layers([1, 2]).windows == (None, 128)

@@ -19,19 +19,18 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[Tensor, None, Tensor]:
-    """(x / σ · w, -, 1 / σ [rows] fp32) with σ² the mean square plus ``eps``."""
-    refuse("rmsnorm_fwd", quantizer=quantizer, ln_out=ln_out, zero_centered_gamma=zero_centered_gamma)
+    """(x / σ · w, -, 1 / σ [rows] fp32) with σ² the mean square plus ``eps``; 1 + w where it is zero-centred."""
+    refuse("rmsnorm_fwd", quantizer=quantizer, ln_out=ln_out)
     x = input.float()
     inverse = torch.rsqrt(x.square().mean(-1) + eps)
-    return (x * inverse[..., None] * weight.float()).to(torch_dtype(otype)), None, inverse
+    return (x * inverse[..., None] * (weight.float() + zero_centered_gamma)).to(torch_dtype(otype)), None, inverse
 
 
 def rmsnorm_bwd(
     dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the input and of the weight."""
-    refuse("rmsnorm_bwd", zero_centered_gamma=zero_centered_gamma)
     normalized, upstream = x.float() * rsigma[..., None], dz.float()
-    inner = upstream * gamma.float()
+    inner = upstream * (gamma.float() + zero_centered_gamma)
     grad = rsigma[..., None] * (inner - normalized * (inner * normalized).mean(-1, keepdim=True))
     return grad.to(x.dtype), (upstream * normalized).flatten(0, -2).sum(0).to(gamma.dtype)
