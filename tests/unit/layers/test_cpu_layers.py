@@ -42,6 +42,36 @@ def test_rms_norm():
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_that_is_centred_at_zero(dtype):
+    """1 + weight is made in fp32: in 16 bits it would lose the weight's last bits."""
+    config = SimpleNamespace(layernorm_zero_centered_gamma=True, sequence_parallel=False)
+    norm = cpu_layers.FewPassRMSNorm(config, 16, EPS).to(dtype)
+    norm.weight.data.normal_(std=1e-2)
+    x = random(7, 2, 16).to(dtype)
+    wanted = F.rms_norm(x.double(), (16,), None, EPS) * (1 + norm.weight.double())
+    assert (norm(x).double() - wanted).abs().max() <= 1.01 * torch.finfo(dtype).eps / 2 * wanted.abs().max() + 1e-6
+
+
+def test_gates_of_attention_are_put_aside_before_queries_are_turned():
+    """Of a group: its queries, their gates, its key, its value."""
+    groups, heads, width = 2, 3, 8
+    mixed = random(5, 1, groups, 2 * heads + 2, width)
+    layer = object.__new__(cpu_layers.FewPassSelfAttention)
+    torch.nn.Module.__init__(layer)
+    layer.linear_qkv = lambda hidden: (mixed.flatten(2), None)
+    layer.num_query_groups_per_partition, layer.hidden_size_per_attention_head = groups, width
+    layer.q_layernorm = layer.k_layernorm = None
+    layer.config = SimpleNamespace(attention_output_gate=True, layernorm_epsilon=EPS)
+    layer._cos_sin = torch.cat([torch.ones(5, 1, 1, width // 2), torch.zeros(5, 1, 1, width // 2)], dim=-1)
+    query, key, value, gate = layer.get_query_key_value_tensors(mixed)
+    parts = mixed.split([heads, heads, 1, 1], dim=3)
+    assert all(torch.equal(x, part.flatten(2, 3)) for x, part in zip((query, key, value), (parts[0], *parts[2:])))
+    out = random(5, 1, groups * heads * width)
+    gated = out * torch.sigmoid(parts[1].flatten(2).view_as(out))
+    assert torch.equal(layer._apply_output_gate(out, gate), gated)
+
+
 def plain_rotation(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     x1, x2 = x.chunk(2, dim=-1)
     return x * angles.cos().repeat(1, 1, 1, 2) + torch.cat([-x2, x1], dim=-1) * angles.sin().repeat(1, 1, 1, 2)
