@@ -2,8 +2,8 @@
 
 A run's checkpoint holds the whole of every tensor under a name of its own, in boxes that many ranks wrote, whatever
 their layout (`CONTENT_METADATA`); Megatron shards while it loads. So a conversion is a table of names. Arithmetic is
-needed for fused q/k/v, the padded vocabulary and gpt-oss's experts alone. Both directions hold one entry of the table
-in memory, or a layer's experts of gpt-oss, and the safetensors file being written.
+needed for the padded vocabulary and what `fused` cuts apart alone. Both directions hold one entry of the table in
+memory, or a layer's experts of gpt-oss, and the safetensors file being written.
 """
 
 from __future__ import annotations
