@@ -1,11 +1,14 @@
 """Models of gated delta nets on packed rows: transformers' torch form, layouts, both types of a model in bf16."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_rl.checkpoint import conversion
+from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.learner import compare_logits
 from megatron_rl.model.architecture import read_architecture
 from tests.parallel.pool import Jobs
@@ -152,3 +155,16 @@ def test_a_model_of_two_types_goes_on_in_another_layout(family, runs):
         assert resumed["metrics"][0]["actor/grad_norm"] == pytest.approx(
             saved["metrics"][0]["actor/grad_norm"], rel=0.05
         )
+
+
+def test_a_conversion_to_16_bits_leaves_the_decay_in_fp32(runs, models, tmp_path):
+    family, megatron = "qwen3_next", tmp_path / "megatron"
+    saved, model = Path(runs[f"{family} saved"][0]["path"]), models[family]
+    conversion.to_hf(saved, tmp_path / "hf", model, dtype=torch.bfloat16, master=True)
+    folder = HFFolder(tmp_path / "hf")
+    in_fp32 = {name for name in folder.names if folder.dtype(name) == torch.float32}
+    assert in_fp32 == {f"model.layers.{layer}.linear_attn.A_log" for layer in (0, 2)}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+    conversion.to_megatron(tmp_path / "hf", megatron, dtype=torch.bfloat16)
+    again = dict(conversion.MegatronFolder(megatron).hf_weights(read_architecture(model)))
+    assert all(torch.equal(again[name], folder(name)) for name in folder.names)
