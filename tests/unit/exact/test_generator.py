@@ -24,7 +24,7 @@ class FixedPolicy:
     vocab_size = len(LOGITS)
 
     def run(self, prompts, limits, chooser, stop):
-        responses = Responses.empty(len(prompts), max(limits))
+        responses = Responses.empty(len(prompts), max(limits), chooser.head)
         everyone = np.arange(len(prompts))
         for place in range(max(limits)):
             needed = chooser.ahead(everyone.tolist(), np.full(len(prompts), place), 1)
@@ -33,8 +33,9 @@ class FixedPolicy:
         responses.lengths = np.array(limits)
         return range(len(prompts)), responses
 
-    def logprobs(self, logits, tokens, temperature):
-        return (logits / temperature).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    def logprobs(self, logits, tokens, temperature, head):
+        of_all = (logits / temperature).log_softmax(-1)
+        return of_all.gather(1, tokens[:, None])[:, 0], *([] if head is None else [of_all.gather(1, head)])
 
     def whole_vocabulary(self, logits):
         return logits
