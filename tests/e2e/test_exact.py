@@ -9,12 +9,12 @@ import pytest
 from megatron_rl.rollout import Sampling
 from tests.e2e.hf_reference import rounding_bound
 from tests.parallel.gloo import run_ranks
+from tests.support.centering_bias import HEADS, WEIGHTS, shares
 from tests.support.families import DENSE, save_family
 from tests.support.rounding import rounded
 from tests.support.slow import slow_but
 from tests.support.tiny import MODEL
 from tests.support.zygote import run_command
-from tools.dev.centering_bias import HEADS, WEIGHTS, shares
 
 STEPS = 6
 
