@@ -75,6 +75,7 @@ class Rollout:
     group: int | None = None  # number of its prompt in the batch; None: of a batch whose advantages are final
 
     old_logprobs: np.ndarray | None = None  # [R] float32, log po; None unless computed
+    head_old_logprobs: np.ndarray | None = None  # [R, k] float32, log po of the head's tokens; None unless computed
     old_experts: np.ndarray | None = None  # [S, L, K] int16, experts of the pass for log po, for `router_shift`
     old_scores: np.ndarray | None = None  # [S, L, K] float32, the routers' log scores of them there
     current_logprobs: np.ndarray | None = None  # [R] float32, log pi of the update's forward pass, if kept

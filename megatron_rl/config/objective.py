@@ -240,8 +240,8 @@ class ObjectiveConfig(Section):
     `file.py:function` in the place of a mode: your own."""
     score_centering: bool = False
     """true: the sampler's mean score is subtracted from the score of each token (arXiv 2609.20807), summed over the
-    head that `rollout.sampled_head` brings. Policy term `reinforce`, with corrections of single tokens and masks of
-    whole sequences."""
+    head that `rollout.sampled_head` brings. Policy term `reinforce` or `ppo_clip`, with corrections of single tokens
+    and masks of whole sequences."""
     log_ratio_penalty: NonNegativeFloat = 0.0
     """λ: λ (log r)² is added to the loss of each token, whatever the corrections do; (log w)² where the objective is
     anchored on the rollout engine (reinforce, dppo, vespo, anchor bypass). 0: none."""
@@ -313,12 +313,23 @@ class ObjectiveConfig(Section):
         return self
 
     def _check_centering(self, name: str) -> None:
-        if name != "reinforce":
+        if name not in ("reinforce", "ppo_clip"):
             raise ValueError(
-                f"score_centering with policy term {name}: the mean score is known for terms that multiply log pi by a "
-                "function of the token's own ratio; use policy_term: reinforce, or score_centering: false"
+                f"score_centering with policy term {name}: the mean score is defined for reinforce and ppo_clip; use "
+                "one of them, or score_centering: false"
+            )
+        if self.anchor == "interpolate" or self.router_shift is not None:
+            key = "anchor interpolate" if self.router_shift is None else "router_shift"
+            raise ValueError(
+                f"score_centering with {key}: the ratio of tokens that were not sampled is not known; use anchor: "
+                "recompute without router_shift, or score_centering: false"
             )
         for item in self.correction:
+            if self.renormalizes and (getattr(item, "normalize", False) or getattr(item, "renormalize", False)):
+                raise ValueError(
+                    f"score_centering with normalize or renormalize on {label_of(item, 'mode')}: the mean weight of "
+                    "tokens that were not sampled is not known; leave them false, or use score_centering: false"
+                )
             mode, level = label_of(item, "mode"), getattr(item, "level", "token")
             is_mask = item.mode in SEQUENCE_MASKS or (item.mode == "mask" and level != "token")
             if item.mode != "none" and not is_of_one_token(item) and not is_mask:
@@ -338,6 +349,11 @@ class ObjectiveConfig(Section):
     def needs_no_po(self) -> bool:
         """Whether r and the ratio of the corrections are made of pi and mu alone."""
         return self.anchored_on_rollout or self.anchor == "interpolate"
+
+    @property
+    def centres_on_po(self) -> bool:
+        """Whether `score_centering` reads log po of the head."""
+        return self.score_centering and not self.needs_no_po
 
     @property
     def active_corrections(self) -> list[Correction]:

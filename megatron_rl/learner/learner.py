@@ -45,6 +45,7 @@ from megatron_rl.learner.passes import (
     PhaseFn,
     Replicas,
     distribute,
+    hand_over_heads,
     hand_over_logprobs,
     hand_over_routes,
     hand_over_scores,
@@ -164,6 +165,7 @@ class Learner:
         self._version_of_batch = self.num_updates
         records_routes = self.recipe.routing.replay == "r2"
         keeps_scores = self.recipe.objective.router_shift is not None
+        keeps_heads = self.recipe.objective.centres_on_po
         makes_pass = records_routes or self.recipe.objective.needs_old_logprobs(len(batch.minibatches))
         with self.phase("exchange"):
             homes = self._distribute(batch, makes_pass)
@@ -172,9 +174,9 @@ class Learner:
         if makes_pass:
             skipped = {}
             for sequence in batch.sequences:
-                sequence.old_experts = sequence.old_scores = None  # of an update before
+                sequence.old_experts = sequence.old_scores = sequence.head_old_logprobs = None  # of an update before
             with self.phase("old_logprobs"):
-                logprobs = self._logprobs(batch, "record" if records_routes else None, keeps_scores)
+                logprobs = self._logprobs(batch, "record" if records_routes else None, keeps_scores, keeps_heads)
             if self.bit_check is not None:
                 with self.phase("gate"):
                     everything = range(len(batch.sequences))
@@ -187,6 +189,8 @@ class Learner:
                     hand_over_routes(batch, *homes, self.replicas)
                 if keeps_scores:
                     hand_over_scores(batch, *homes, self.replicas)
+                if keeps_heads:
+                    hand_over_heads(batch, *homes, self.replicas)
         if complete is not None:
             complete()
         if self.recipe.objective.advantage == "min_variance":
@@ -298,7 +302,8 @@ class Learner:
         head = None
         if of_head:
             is_whole = microbatch.kept is not None
-            head = Head(*of_head, microbatch.head_inference, microbatch.head_has_sampled, is_whole)
+            mu, has_sampled = microbatch.head_inference, microbatch.head_has_sampled
+            head = Head(*of_head, mu, has_sampled, is_whole, microbatch.head_old)
         inputs = ObjectiveInputs(
             current_logprobs=logprobs,
             old_logprobs=microbatch.old_logprobs,
@@ -347,9 +352,11 @@ class Learner:
                     setattr(sequence, name, shared[i])
         return [logprobs[i] for i in range(len(batch.sequences))]
 
-    def _logprobs(self, batch: Batch, routing: RoutingMode | None, keeps_scores: bool = False) -> dict[int, np.ndarray]:
+    def _logprobs(
+        self, batch: Batch, routing: RoutingMode | None, keeps_scores: bool = False, keeps_heads: bool = False
+    ) -> dict[int, np.ndarray]:
         """`compute_logprobs` of this replica's sequences, by number, on the last stage. With "record" they get routes,
-        on all its ranks; with ``keeps_scores`` the routers' scores."""
+        on all its ranks; with ``keeps_scores`` the routers' scores; with ``keeps_heads`` log po of their heads."""
         self.offload.before_passes()
         mode = routing or self._routing_mode(updating=False)
         recorded: list[Any] = []
@@ -357,8 +364,11 @@ class Learner:
         def collect(logits: torch.Tensor, microbatch: Microbatch):
             pieces = []
             if microbatch.indices:
-                logprobs, _ = self._token_logprobs(logits, microbatch)
+                head = microbatch.head if keeps_heads else None
+                logprobs, _, *of_head = self._token_logprobs(logits, microbatch, head)
                 pieces = self._pieces(logprobs, microbatch)
+                for i, piece in self._pieces(of_head[0], microbatch) if of_head else ():
+                    batch.sequences[i].head_old_logprobs = piece
             return logits.new_zeros(()), torch.ones((), dtype=torch.int, device=logits.device), pieces
 
         with torch.no_grad():

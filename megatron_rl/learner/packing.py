@@ -117,6 +117,7 @@ class Microbatch:
     kept: torch.Tensor | None = None  # [m, C] int64: tokens that each distribution is over, then -1; None: all
     head: torch.Tensor | None = None  # [m, k] int64: the sampler's most probable tokens, -1 for none; None: no heads
     head_inference: torch.Tensor | None = None  # [n, k] float32
+    head_old: torch.Tensor | None = None  # [n, k] float32; None where `old_logprobs` is None
     head_has_sampled: torch.Tensor | None = None  # [n] bool: the response token is one of them
     routes: RouteSlice | None = None  # this rank's, where they are replayed or watched
     router_before: RouterScores | None = None  # of a pass at the rollout weights, where the shift since is wanted
@@ -167,6 +168,7 @@ def build_microbatch(
         rows, labels = [chosen[places]], [np.concatenate([*labels, np.zeros(0, np.int64)])[places]]
         kept, head = (None if x is None else x[places] for x in (kept, head))
     has_old = bool(sequences) and all(s.old_logprobs is not None for s in sequences)
+    has_head_old = bool(sequences) and all(s.head_old_logprobs is not None for s in sequences)
     return Microbatch(
         indices=indices,
         tokens=join(tokens, torch.int64)[None],
@@ -188,6 +190,7 @@ def build_microbatch(
         kept=None if kept is None else join([kept], torch.int64),
         head=None if heads is None else join([head], torch.int64),
         head_inference=None if heads is None else join([heads[1]], torch.float32),
+        head_old=join([s.head_old_logprobs for s in sequences], torch.float32) if has_head_old else None,
         head_has_sampled=None if heads is None else join([heads[2]], torch.bool),
     )
 

@@ -169,6 +169,13 @@ def hand_over_scores(batch: Batch, source: list[int], target: list[int], replica
     _hand_over(batch, fields, source, target, replicas)
 
 
+def hand_over_heads(batch: Batch, source: list[int], target: list[int], replicas: Replicas) -> None:
+    """Log po of heads that replica ``source[i]`` has found, to replica ``target[i]``. Collective."""
+    own = max((s.head_old_logprobs.shape[1] for s in batch.sequences if s.head_old_logprobs is not None), default=0)
+    width = max(gather_objects(own))
+    _hand_over(batch, [_Field("head_old_logprobs", LOGPROBS, lambda s: (s.length, width))], source, target, replicas)
+
+
 def _hand_over(batch: Batch, fields: list[_Field], source: list[int], target: list[int], replicas: Replicas) -> None:
     """Move ``fields`` of every sequence whose two replicas differ. Collective."""
     numbers = [i for i in range(len(batch.sequences)) if source[i] != target[i]]

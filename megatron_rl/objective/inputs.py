@@ -185,6 +185,7 @@ class Head:
     inference: Tensor  # [tokens, k], log mu, of the whole distribution
     has_sampled: Tensor  # bool tokens: whether the sampled token is one of them
     is_whole: bool = False  # mu and pi are distributions over the head (`rollout.kept_sets`)
+    old: Tensor | None = None  # [tokens, k], log po; None where po = sg(pi), or where nothing reads it
 
 
 @dataclass(frozen=True)
@@ -358,10 +359,11 @@ def _check_shapes(inputs: ObjectiveInputs) -> None:
         )
     if (head := inputs.head) is not None:
         shapes = [tuple(x.shape) for x in (head.current[..., 0], head.inference[..., 0], head.has_sampled)]
-        if shapes != [shape] * 3 or head.current.shape != head.inference.shape:
+        others = [head.inference] if head.old is None else [head.inference, head.old]
+        if shapes != [shape] * 3 or any(other.shape != head.current.shape for other in others):
             raise InputError(
-                f"head has log-probs of shapes {list(head.current.shape)} and {list(head.inference.shape)}; expected "
-                f"{[*shape, 'k']} twice"
+                f"head has log-probs of shapes {[list(x.shape) for x in (head.current, *others)]}; expected "
+                f"{[*shape, 'k']} each"
             )
     ids = inputs.sequence_ids
     if ids is not None and (tuple(ids.shape) != (num_sequences,) or ids.dtype != torch.int64):
@@ -396,6 +398,11 @@ def check_available(inputs: ObjectiveInputs, config: ObjectiveConfig) -> None:
         raise InputError(
             "head is None, but score_centering needs the sampler's most probable tokens; sample with "
             "rollout.sampled_head, or use score_centering: false"
+        )
+    if config.centres_on_po and inputs.old_logprobs is not None and inputs.head.old is None:
+        raise InputError(
+            "head.old is None, but score_centering with policy term ppo_clip needs log po of the head where there are "
+            "old_logprobs; pass both, or neither"
         )
     if inputs.entropy is None and config.entropy_bonus:
         raise InputError("entropy is None, but entropy_bonus needs it; pass it with its gradient, or use 0")

@@ -41,7 +41,7 @@ class Term(NamedTuple):
 
 def ppo_clip(tokens: Tokens, config: PpoClip) -> Term:
     """max(-r A, -clip(r, 1-ε_low, 1+ε_high) A) [DAPO Eq 8]; with dual clip, for A < 0, min(that, -c A) [1912.09729]."""
-    return _clipped_surrogate(safe_exp(tokens.log_ratio), tokens.advantages, config, config.dual_clip)
+    return clipped_surrogate(safe_exp(tokens.log_ratio), tokens.advantages, config, config.dual_clip)
 
 
 def gspo(tokens: Tokens, config: Gspo) -> Term:
@@ -52,12 +52,13 @@ def gspo(tokens: Tokens, config: Gspo) -> Term:
     """
     log_s = tokens.layout.expand(tokens.sequence_mean(tokens.log_ratio.detach()))
     follows_pi = tokens.current - tokens.current.detach()  # 0, with the gradient of log pi
-    return _clipped_surrogate(safe_exp(log_s + follows_pi), tokens.advantages, config, None)
+    return clipped_surrogate(safe_exp(log_s + follows_pi), tokens.advantages, config, None)
 
 
-def _clipped_surrogate(
+def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, config: PpoClip | Gspo | Fipo, dual_clip: float | None
 ) -> Term:
+    """The term of given ratios; with ``dual_clip``, bounded by it where A < 0."""
     low, high = 1 - config.clip_low, 1 + config.clip_high
     free, bounded = -ratio * advantages, -ratio.clamp(low, high) * advantages
     loss, clipped = torch.maximum(free, bounded), bounded.detach() > free.detach()
@@ -156,7 +157,7 @@ def fipo(tokens: Tokens, config: Fipo) -> Term:
     influence = safe_exp(future).clamp(config.influence_low, config.influence_high)
     is_risky = (tokens.advantages < 0) & (log_ratio > math.log(config.safe_ratio))
     influence = torch.where(is_risky, influence.clamp(*_SAFE_INFLUENCE), influence)
-    return _clipped_surrogate(safe_exp(tokens.log_ratio), tokens.advantages * influence, config, config.dual_clip)
+    return clipped_surrogate(safe_exp(tokens.log_ratio), tokens.advantages * influence, config, config.dual_clip)
 
 
 def _select(tokens: Tokens, condition: Tensor, value: float, other: float) -> Tensor:

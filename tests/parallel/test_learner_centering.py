@@ -20,6 +20,7 @@ LAYOUTS = {
     "cp2tp2ep2": (4, {"context": 2, "tensor": 2, "expert": 2}, {}),
     "pp2": (2, {"pipeline": 2}, {}),
 }
+PPO = {"policy_term": "ppo_clip", "correction": ["tis"]}
 METRICS = ("head_mass_mu", "head_mass_pi", "head_mass_min", "tail_ratio", "abs_coeff_sum", "outside_frac")
 NAMES = ("actor/pg_loss", "actor/grad_norm", *(f"score_centering/{name}" for name in METRICS))
 
@@ -44,8 +45,14 @@ def runs():
             "one": train({}, {}),
             "one, minibatches": train({}, {}, 4),
             "not centred": train({}, {}, score_centering=False),
+            "ppo": train({}, {}, 4, **PPO),
         },
-        2: {"cp2, minibatches": train({"context": 2}, {}, 4)},
+        2: {
+            "cp2, minibatches": train({"context": 2}, {}, 4),
+            "ppo, dp2": train({}, {"max_tokens_per_microbatch": 64}, 4, **PPO),
+            "ppo, pp2": train({"pipeline": 2}, {}, 4, **PPO),
+            "ppo, tp2ep2": train({"tensor": 2, "expert": 2}, {"fused_head": True}, 4, **PPO),
+        },
         4: {},
     }
     for name, (ranks, parallel, overrides) in LAYOUTS.items():
@@ -73,6 +80,12 @@ def test_layout_equals_one_rank(runs, layout):
 
 def test_several_minibatches_on_two_context_ranks(runs):
     assert_same(runs["cp2, minibatches"][0], runs["one, minibatches"][0], 4)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2", "tp2ep2"])
+def test_log_po_of_heads_reaches_the_update_on_every_layout(runs, layout):
+    """With two replicas, sequences are updated where they were not in the pass for log po."""
+    assert_same(runs[f"ppo, {layout}"][0], runs["ppo"][0], 4)
 
 
 def test_centring_is_no_rounding(runs):

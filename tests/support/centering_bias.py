@@ -41,7 +41,8 @@ def shares(run: Path, step: int, model: Path) -> dict[tuple[str, int], tuple[flo
     a = torch.cat([torch.full((s.length, 1), s.advantage / s.length) for s in batch.sequences])
     z = logits.detach().double().requires_grad_()
     log_pi, mu = z.log_softmax(-1).gather(1, ids), log_mu.double().exp()
-    tokens = SimpleNamespace(current=log_pi, mask=torch.ones(len(z), dtype=torch.bool))
+    everywhere = torch.ones(len(z))
+    tokens = SimpleNamespace(current=log_pi, mask=everywhere.bool(), weight=everywhere, advantages=everywhere)
 
     def norms(total: torch.Tensor) -> np.ndarray:
         (rows,) = torch.autograd.grad(total, z, retain_graph=True)

@@ -74,11 +74,12 @@ def gradient_bias(learner: Learner, batch: Batch, reference: Recipe, num_parts: 
         raise InputError(f"--parts {num_parts}: expected 2 … {count}, the sequences of the batch")
     original = learner.recipe
     objectives = (original.objective, reference.objective)
-    logprobs: list = [None] * count  # at the weights of the step po is pi
-    if original.routing.replay == "r2" or any(objective.needs_old_logprobs(1) for objective in objectives):
+    logprobs: list = [None] * count
+    needs_po = any(objective.needs_old_logprobs(1) for objective in objectives)
+    if original.routing.replay == "r2" or needs_po:
         logprobs = learner.compute_logprobs(batch, "record" if original.routing.replay == "r2" else None)
     for sequence, own_logprobs in zip(batch.sequences, logprobs, strict=True):
-        sequence.old_logprobs = own_logprobs
+        sequence.old_logprobs = own_logprobs if needs_po else None  # at the weights of the step po is pi
     try:
         gradient, variance = _gradient(learner, batch, num_parts)
         learner.recipe = reference

@@ -176,7 +176,13 @@ def _heads_on_gpu(work: Workload) -> list[tuple[str, float]]:
         return []
     tokens = work.trained_tokens / work.recipe.batch.minibatches / work.data_parallel
     tokens *= work.mean_response / work.mean_sequence
-    return [("heads", work.head_width * (MICROBATCH_HEAD_BYTES * tokens + LOSS_HEAD_BYTES * work.microbatch_tokens))]
+    kept = MICROBATCH_HEAD_BYTES + _old_head_bytes(work)
+    return [("heads", work.head_width * (kept * tokens + LOSS_HEAD_BYTES * work.microbatch_tokens))]
+
+
+def _old_head_bytes(work: Workload) -> int:
+    """Return the bytes of log po of a token of a head, where it is kept."""
+    return 4 * (work.recipe.objective.centres_on_po and work.recipe.makes_old_logprobs)
 
 
 def largest_utilization(work: Workload) -> float:
@@ -232,7 +238,8 @@ def _forward(work: Workload) -> float:
 def host_phase(work: Workload, plan: MemoryPlan) -> Phase:
     """Return the contents of one node's host memory at its peak, with the node's capacity."""
     offload, ranks = work.recipe.learner.offload, work.gpus_per_node
-    each, tokens = HEAD_BYTES * work.head_width, work.sampled_sequences * work.mean_response / work.nodes
+    each = (HEAD_BYTES + _old_head_bytes(work)) * work.head_width
+    tokens = work.sampled_sequences * work.mean_response / work.nodes
     items = (
         ("processes", ranks * PROCESS_GIB * GIB),
         ("Adam's states, page-locked", ranks * plan.learner.states * offload.optimizer),

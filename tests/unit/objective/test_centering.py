@@ -33,12 +33,13 @@ WEIGHTS = {
 
 
 class Policies:
-    """Logits of pi and mu [N, V] of all tokens, and what was sampled."""
+    """Logits of pi, po and mu [N, V] of all tokens, and what was sampled."""
 
     def __init__(self, seed=0, spread=1.0):
         random, n = np.random.default_rng(seed), sum(LENGTHS)
         self.pi = 1.5 * random.normal(size=(n, V))
         self.mu = self.pi + spread * random.normal(size=(n, V))
+        self.po = self.pi + 0.3 * np.random.default_rng(seed + 100).normal(size=(n, V))
         self.sampled = np.array([random.choice(V, p=p) for p in softmax(self.mu)])
         self.advantages = np.repeat(ADVANTAGES, LENGTHS)
 
@@ -67,17 +68,19 @@ def centred_gradient(policies, k, f):
     return np.array(rows)
 
 
-def given(policies, k, form="packed", rows=None, absent=0):
+def given(policies, k, form="packed", rows=None, absent=0, with_po=False):
     """Inputs of sequences ``rows``, and the logits that they come from: NaN stands wherever nothing is trained."""
     rows = range(len(LENGTHS)) if rows is None else rows
     starts = np.cumsum([0, *LENGTHS])
     chosen = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in rows])
     logits = torch.tensor(policies.pi[chosen], requires_grad=True)
     mu, ids = torch.tensor(policies.mu[chosen]).log_softmax(-1), torch.tensor(policies.head(k)[chosen])
+    po = torch.tensor(policies.po[chosen]).log_softmax(-1)
     sampled = torch.tensor(policies.sampled[chosen])[:, None]
     log_pi = logits.log_softmax(-1)
     current, inference = log_pi.gather(1, sampled)[:, 0], mu.gather(1, sampled)[:, 0]
     of_head, mu_of_head = log_pi.gather(1, ids), mu.gather(1, ids)
+    old, old_of_head = po.gather(1, sampled)[:, 0], po.gather(1, ids)
     if absent:
         of_head = torch.cat([of_head, torch.full((len(chosen), absent), -3.0, dtype=torch.float64)], 1)
         mu_of_head = torch.cat([mu_of_head, torch.full((len(chosen), absent), -torch.inf, dtype=torch.float64)], 1)
@@ -93,10 +96,13 @@ def given(policies, k, form="packed", rows=None, absent=0):
                 mask.reshape(*mask.shape, *[1] * (x.dim() - 1)), x
             )
 
-        current, inference, of_head, mu_of_head = (pad(x) for x in (current, inference, of_head, mu_of_head))
+        current, inference, old = (pad(x) for x in (current, inference, old))
+        of_head, mu_of_head, old_of_head = (pad(x) for x in (of_head, mu_of_head, old_of_head))
         has_sampled = torch.zeros_like(mask).masked_scatter(mask, has_sampled)
-    head = Head(of_head, mu_of_head, has_sampled)
-    return ObjectiveInputs(current, None, inference, advantages, mask, cu_seqlens, head=head), logits
+    if not with_po:
+        old = old_of_head = None
+    head = Head(of_head, mu_of_head, has_sampled, old=old_of_head)
+    return ObjectiveInputs(current, old, inference, advantages, mask, cu_seqlens, head=head), logits
 
 
 def config(corrections=(), **more):
@@ -114,6 +120,71 @@ def test_the_gradient_is_the_paper_s_sum_over_the_vocabulary(name, k, form):
     result = compute_objective(inputs, config(corrections))
     (gradient,) = torch.autograd.grad(result.loss, logits)
     want = centred_gradient(policies, k, f) / sum(LENGTHS)
+    assert gradient.flatten().tolist() == rounded(want.flatten().tolist(), BATCH, scale=1.0)
+
+
+def ppo_gradient(policies, k, f, low, high, dual):
+    """The gradient of ppo_clip with a truncated weight, minus its mean over the sampler (App. A.2): [N, V].
+
+    A token v that mu would have sampled has the gradient −A f(po_v/mu_v) (pi_v/po_v) s_v, or none where the clip for
+    this A is active. Outside of the head mu and po are multiples of pi.
+    """
+    rows = []
+    for z_pi, z_po, z_mu, y, a, head in zip(
+        *(policies.pi, policies.po, policies.mu, policies.sampled, policies.advantages, policies.head(k)), strict=True
+    ):
+        pi, po, mu = softmax(z_pi), softmax(z_po), softmax(z_mu)
+        s, rest = np.eye(V) - pi, ~np.isin(np.arange(V), head)
+        mu_all, po_all = mu.copy(), po.copy()
+        if k < V:
+            mu_all[rest] = pi[rest] * mu[rest].sum() / pi[rest].sum()
+            po_all[rest] = pi[rest] * po[rest].sum() / pi[rest].sum()
+
+        def slope(v, mu, po, pi=pi, a=a):
+            r = pi[v] / po[v]
+            active = r <= high if a > 0 else low <= r <= dual
+            return f(po[v] / mu[v]) * r * active
+
+        mean = sum(mu_all[v] * slope(v, mu_all, po_all) * s[v] for v in range(V))
+        rows.append(-a * (slope(y, mu, po) * s[y] - mean))
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("form", ["packed", "padded"])
+@pytest.mark.parametrize("k", [1, 4, V])
+@pytest.mark.parametrize("dual", [None, 1.4])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_clipped_surrogate_is_centred_by_what_it_gives_each_token(name, dual, k, form):
+    corrections, f = WEIGHTS[name]
+    policies = Policies(5)
+    inputs, logits = given(policies, k, form, with_po=True)
+    term = {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.3, "dual_clip": dual}
+    result = compute_objective(inputs, config(corrections, policy_term=term))
+    (gradient,) = torch.autograd.grad(result.loss, logits)
+    want = ppo_gradient(policies, k, f, 0.8, 1.3, dual or math.inf) / sum(LENGTHS)
+    assert gradient.flatten().tolist() == rounded(want.flatten().tolist(), BATCH, scale=1.0)
+
+
+def test_of_one_update_the_clipped_surrogate_is_the_weighted_score():
+    """po is sg(pi): r is 1 everywhere, and f sees pi/mu, as with `reinforce`."""
+    inputs, logits = given(Policies(6), 4)
+    results = [compute_objective(inputs, config(["tis"], policy_term=term)) for term in ("ppo_clip", "reinforce")]
+    gradients = [torch.autograd.grad(result.loss, logits, retain_graph=True)[0] for result in results]
+    assert gradients[0].flatten().tolist() == rounded(gradients[1].flatten().tolist(), BATCH, scale=1.0)
+
+
+def test_of_a_ratio_to_the_sampler_the_clip_alone_leaves_a_mean():
+    """anchor bypass: po is mu. Without a clip that is active the mean score is 0; tokens that it cuts leave one."""
+    policies = Policies(7)
+    inputs, logits = given(policies, V)
+    wide = {"name": "ppo_clip", "clip_low": 0.999999, "clip_high": 1e6}
+    metrics = compute_objective(inputs, config(policy_term=wide, anchor="bypass")).metrics
+    assert metrics["score_centering/abs_coeff_sum"] == rounded(0.0, BATCH, scale=1.0)
+    policies.po = policies.mu
+    term = {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.3}
+    result = compute_objective(inputs, config(policy_term=term, anchor="bypass"))
+    (gradient,) = torch.autograd.grad(result.loss, logits)
+    want = ppo_gradient(policies, V, WEIGHTS["none"][1], 0.8, 1.3, math.inf) / sum(LENGTHS)
     assert gradient.flatten().tolist() == rounded(want.flatten().tolist(), BATCH, scale=1.0)
 
 
@@ -261,7 +332,7 @@ def test_without_the_key_a_head_is_not_read():
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        ({"policy_term": "ppo_clip"}, "score_centering with policy term ppo_clip"),
+        ({"policy_term": "cispo"}, "score_centering with policy term cispo"),
         ({"policy_term": "minirl"}, "score_centering with policy term minirl"),
         ({"correction": [{"mode": "tis", "level": "sequence"}]}, "correction mode tis at level sequence"),
         ({"correction": [{"mode": "is", "level": "geometric"}]}, "correction mode is at level geometric"),
@@ -269,6 +340,12 @@ def test_without_the_key_a_head_is_not_read():
         ({"correction": [{"mode": "tis", "normalize": True}]}, "normalize on tis"),
         ({"anchor": "interpolate"}, "anchor interpolate with policy term reinforce"),
         ({"router_shift": 0.8}, "router_shift with policy term reinforce"),
+        ({"policy_term": "ppo_clip", "anchor": "interpolate"}, "score_centering with anchor interpolate"),
+        ({"policy_term": "ppo_clip", "router_shift": 0.8}, "score_centering with router_shift"),
+        (
+            {"policy_term": "ppo_clip", "correction": [{"mode": "tis", "normalize": True}]},
+            "score_centering with normalize or renormalize on tis",
+        ),
     ],
 )
 def test_what_is_no_function_of_one_token_is_refused(objective, message):
@@ -282,6 +359,9 @@ def test_a_head_is_needed_and_has_to_fit():
         compute_objective(replace(inputs, head=None), config())
     with pytest.raises(InputError, match="score_centering need the rollout engine's log-probs"):
         compute_objective(replace(inputs, inference_logprobs=None), config())
+    ppo = config(policy_term="ppo_clip")
+    with pytest.raises(InputError, match=r"head\.old is None, but score_centering with policy term ppo_clip"):
+        compute_objective(replace(inputs, old_logprobs=inputs.inference_logprobs), ppo)
     short = replace(inputs.head, inference=inputs.head.inference[:, :3])
-    with pytest.raises(InputError, match=r"head has log-probs of shapes \[14, 4\] and \[14, 3\]"):
+    with pytest.raises(InputError, match=r"head has log-probs of shapes \[\[14, 4\], \[14, 3\]\]"):
         compute_objective(replace(inputs, head=short), config())

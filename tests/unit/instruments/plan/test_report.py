@@ -307,6 +307,8 @@ def test_heads_take_a_kibibyte_a_token_at_128():
     kept = ("rollout.top_k=20", "rollout.top_p=0.9", "rollout.kept_sets=true", "rollout.sampled_head=20")
     planned = make_plan(work(MOE, "h100-80", *centred, *kept))
     assert f"heads of sampled tokens, {8 * 36} bytes each" in dict(planned.host.items)
+    clipped = make_plan(work(MOE, "h100-80", *centred, "objective.policy_term=ppo_clip", "batch.minibatches=4"))
+    assert f"heads of sampled tokens, {12 * 128} bytes each" in dict(clipped.host.items)  # and log po of each
 
 
 def test_the_report_says_what_each_setting_gains():
