@@ -259,11 +259,6 @@ class RolloutConfig(Section):
         named = f"sampled_head: {head}"
         if head > MOST_KEPT:
             raise ValueError(f"{named}: at most {MOST_KEPT} are returned; 128 is what the paper takes")
-        if self.engine == "exact":
-            raise ValueError(
-                f"{named} with engine: exact, which returns no head; without a dose mu is pi, and every coefficient of "
-                "score_centering is 0; use engine: vllm or vllm_server, or sampled_head: 0"
-            )
         if self.function is not None:
             raise ValueError(
                 f"{named} with function: {self.function}: conversations carry no heads; use function: null, or "

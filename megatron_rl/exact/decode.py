@@ -157,7 +157,7 @@ class Decoder:
         """
         numbers_here = share_of(range(len(prompts)), self._replica, self._num_replicas)
         self.passes.prompt_lengths = [len(prompt) for prompt in prompts]
-        responses = Responses.empty(len(numbers_here), max(limits, default=0))
+        responses = Responses.empty(len(numbers_here), max(limits, default=0), chooser.head)
         schedule, cache = self._plan(prompts, limits, numbers_here, chooser.most_steps)
         turns = Turns(
             self.passes,
@@ -229,17 +229,20 @@ class Decoder:
                 for i in part:
                     first, end = start + len(prompts[i]) - 1, start + len(sequences[i]) - 1
                     tokens = torch.from_numpy(responses[i].astype(np.int64)).to(self.device)
-                    scores.append(self.logprobs(logits[first:end], tokens, temperature).numpy(force=True))
+                    scores.append(self.logprobs(logits[first:end], tokens, temperature)[0].numpy(force=True))
                     start += len(sequences[i])
         return scores
 
     # -- for whoever chooses
 
-    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-        """log-probs [n] float32 of ``tokens`` [n], by the function that the update uses."""
+    def logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float, head: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """log-probs [n] float32 of ``tokens`` [n], and [n, k] of ``head`` [n, k] if given, by the function that the
+        update uses."""
         positions = torch.arange(len(tokens), device=logits.device)
         with torch.no_grad(), batch_invariant(self.device):
-            logprobs, _ = self._token_logprobs(
+            logprobs, _, *of_head = self._token_logprobs(
                 logits,
                 positions,
                 tokens,
@@ -247,8 +250,9 @@ class Decoder:
                 temperature=temperature,
                 group=self.passes.tensor_group,
                 exact=True,
+                head=head,
             )
-        return logprobs
+        return logprobs, *of_head
 
     def whole_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """[n, V/tp] → [n, vocabulary] float32, the same on every rank of the replica."""

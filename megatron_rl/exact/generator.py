@@ -39,11 +39,20 @@ from megatron_rl.types import Group, Prompt, Rollout
 class Draws:
     """Tokens drawn with one uniform number each, for requests with these seeds; see `exact.turns.Chooser`.
 
-    ``temperature`` 0: the most probable token. ``dose``: its noise on the logits that are drawn from.
+    ``temperature`` 0: the most probable token. ``dose``: its noise on the logits that are drawn from. ``head``: k of
+    `rollout.sampled_head`, the most probable tokens of what is drawn from.
     """
 
-    def __init__(self, policy: Policy, prompts: list[list[int]], seeds: list[int], temperature: float, dose: Dose):
-        self._policy, self._temperature, self._dose = policy, temperature, dose
+    def __init__(
+        self,
+        policy: Policy,
+        prompts: list[list[int]],
+        seeds: list[int],
+        temperature: float,
+        dose: Dose,
+        head: int = 0,
+    ):
+        self._policy, self._temperature, self._dose, self.head = policy, temperature, dose, head
         self._streams = [np.random.Generator(np.random.Philox(key=seed)) for seed in seeds]
         self._tokens = prompts  # with what noise has been drawn for
         # Noise is drawn on the host when the logits are there, from the stream that the uniform number comes from.
@@ -58,18 +67,21 @@ class Draws:
             return np.zeros((len(sequences), count))
         return np.stack([self._streams[i].random(count) for i in sequences])
 
-    def choose(self, logits: torch.Tensor, needed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def choose(self, logits: torch.Tensor, needed: torch.Tensor) -> tuple[torch.Tensor, ...]:
         temperature = self._temperature or 1.0
         scaled = self._policy.whole_vocabulary(logits).double() / temperature
         if self._dose.is_on_logits:
             needed = self._add_noise(scaled).to(needed)
         tokens = scaled.argmax(1) if self._temperature == 0 else sample(scaled, needed)
-        clean = self._policy.logprobs(logits, tokens, temperature)
+        head = scaled.topk(self.head).indices if self.head else None
+        clean, *of_head = self._policy.logprobs(logits, tokens, temperature, head)
         if not self._dose.is_on_logits:
-            return tokens, clean, clean
+            return tokens, clean, clean, *([] if head is None else [head, *of_head])
         for sequence, token in zip(self._asked, tokens.tolist(), strict=False):  # rows of padding follow
             self._tokens[sequence].append(token)
-        return tokens, clean, log_softmax_at(scaled, tokens).float()
+        chosen = tokens[:, None] if head is None else torch.cat([tokens[:, None], head], 1)
+        log_mu = log_softmax_at(scaled, chosen).float()
+        return tokens, clean, log_mu[:, 0], *([] if head is None else [head, log_mu[:, 1:]])
 
     def _add_noise(self, scaled: torch.Tensor) -> torch.Tensor:
         """To the rows that were asked for; the uniform numbers [n] that come after it in each stream."""
@@ -85,7 +97,7 @@ class Draws:
 class GivenTokens:
     """Responses that are known, generated again; see `exact.turns.Chooser`."""
 
-    most_steps = None
+    most_steps, head = None, 0
 
     def __init__(self, responses: list[np.ndarray], device: torch.device):
         self._responses, self._nothing = responses, torch.zeros(1, device=device)
@@ -111,10 +123,10 @@ def sample(scaled: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def log_softmax_at(scaled: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """[n] of logits [n, V] at ``tokens`` [n]."""
+    """[n, k] of logits [n, V] at ``tokens`` [n, k]."""
     top = scaled.amax(1)
     log_total = padded(torch.log)(padded(torch.exp)(scaled - top[:, None]).sum(1)) + top
-    return scaled.gather(1, tokens[:, None]).squeeze(1) - log_total
+    return scaled.gather(1, tokens) - log_total[:, None]
 
 
 class Policy(Protocol):
@@ -125,7 +137,9 @@ class Policy(Protocol):
     def run(
         self, prompts: list[list[int]], limits: list[int], chooser: Draws, stop: frozenset[int]
     ) -> tuple[range, Responses]: ...
-    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor: ...
+    def logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float, head: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]: ...
     def whole_vocabulary(self, logits: torch.Tensor) -> torch.Tensor: ...
     def owners(self, number: int) -> list[int]: ...
     def dosed(self, dose: Dose, seeds: list[int], prompt_seeds: list[int]) -> AbstractContextManager: ...
@@ -188,7 +202,7 @@ class ExactGenerator:
         prompt_seeds = [
             request_seed(self._config.seed, step, r.prompt.id, PROMPT_SAMPLE, r.occurrence) for r in requests
         ]
-        draws = Draws(self.policy, prompts, seeds, sampling.temperature, dose)
+        draws = Draws(self.policy, prompts, seeds, sampling.temperature, dose, sampling.head)
         limits = [sampling.max_response_length] * len(requests)
         with self.policy.dosed(dose, seeds, prompt_seeds):
             numbers_here, sampled = self.policy.run(prompts, limits, draws, self._stop)
@@ -207,12 +221,12 @@ class ExactGenerator:
 
     def _wrap(self, request: Request, responses: Responses, place: int) -> Rollout:
         length = responses.lengths[place]
-        tokens, log_mu, clean = (
-            column[place, :length].copy() for column in (responses.tokens, responses.log_mu, responses.clean)
-        )
+        columns = (responses.tokens, responses.log_mu, responses.clean, *responses.heads)
+        tokens, log_mu, clean, *heads = (column[place, :length].copy() for column in columns)
         reason = "stop" if int(tokens[-1]) in self._stop else "length"
         text = self._decode(tokens.tolist())
-        rollout = make_rollout(request, tokens, log_mu, reason, self._policy_version, text=text)
+        of_head = dict(zip(("head_tokens", "head_logprobs"), heads, strict=False))
+        rollout = make_rollout(request, tokens, log_mu, reason, self._policy_version, text=text, **of_head)
         rollout.exact_logprobs = clean
         return rollout
 

@@ -163,15 +163,17 @@ class Chooser(Protocol):
 
     most_steps: int | None
     """Steps that it can be asked for at a time; None: any number."""
+    head: int
+    """k of the heads that it returns."""
 
     def ahead(self, sequences: list[int], made: np.ndarray, count: int) -> np.ndarray:
         """[len(sequences), count]: what it needs for each of the next ``count`` tokens, from the host. ``made`` says
         how many tokens each response has. Each number is asked for once, in order."""
         ...
 
-    def choose(self, logits: torch.Tensor, needed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return a token [n] int64 for each row of ``logits`` [n, V/tp], its log po and its log mu. ``needed`` [n]: a
-        column of `ahead`."""
+    def choose(self, logits: torch.Tensor, needed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return a token [n] int64 for each row of ``logits`` [n, V/tp], its log po and its log mu; where ``head`` is
+        not 0, the k most probable tokens [n, k] and their log mu. ``needed`` [n]: a column of `ahead`."""
         ...
 
 
@@ -183,14 +185,16 @@ class Responses:
     clean: np.ndarray  # float32, log po as the learner computes it
     log_mu: np.ndarray  # float32, of what was sampled from
     lengths: np.ndarray  # int64
+    heads: tuple[np.ndarray, ...] = ()  # [m, longest, k] int32 tokens, most probable first, and float32 log mu
 
     @classmethod
-    def empty(cls, number: int, longest: int) -> Responses:
-        floats = np.zeros((2, number, longest), np.float32)
-        return cls(np.zeros((number, longest), np.int32), *floats, np.zeros(number, np.int64))
+    def empty(cls, number: int, longest: int, head: int = 0) -> Responses:
+        shape, floats = (number, longest, head), np.zeros((2, number, longest), np.float32)
+        heads = (np.zeros(shape, np.int32), np.zeros(shape, np.float32)) if head else ()
+        return cls(np.zeros((number, longest), np.int32), *floats, np.zeros(number, np.int64), heads)
 
     def add(self, sequences: np.ndarray, places: np.ndarray, *columns: np.ndarray) -> None:
-        for kept, column in zip((self.tokens, self.clean, self.log_mu), columns, strict=True):
+        for kept, column in zip((self.tokens, self.clean, self.log_mu, *self.heads), columns, strict=True):
             kept[sequences, places] = column
 
 
@@ -201,7 +205,7 @@ class First:
     rows: np.ndarray
     sequences: np.ndarray
     places: np.ndarray  # of the token in the response
-    columns: tuple[torch.Tensor, ...]  # token, log po, log mu
+    columns: tuple[torch.Tensor, ...]  # of `Chooser.choose`
 
 
 class Turns:
@@ -314,7 +318,7 @@ class Turns:
         return Rows(tokens, positions, left, alive, torch.from_numpy(tables).to(self._device))
 
     def _steps(self, rows: Rows, num_steps: int) -> list[tuple[torch.Tensor, ...]]:
-        """Steps of all rows without a look at any value; of each, tokens, both log-probs, and which rows count."""
+        """Steps of all rows without a look at any value; of each, what was chosen, and which rows count."""
         schedule = self._schedule
         numbers, starts = [self._numbers[i] for i in schedule.rows], schedule.num_tokens
         needed = torch.zeros(len(rows.tokens), num_steps, dtype=torch.float64)
@@ -329,16 +333,16 @@ class Turns:
         return sampled
 
     def _advance(self, rows: Rows, needed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """One step of all rows, which are changed: [n] tokens, both log-probs, and which rows count."""
+        """One step of all rows, which are changed: what was chosen, and which rows count."""
         step = CachedStep.of(self._cache, rows.tables, rows.positions)
         logits = self._passes.one_step(rows.tokens, rows.positions, step, self._owners)
-        chosen, clean, log_mu = self._chooser.choose(logits, needed)
+        chosen, *found = self._chooser.choose(logits, needed)
         counts = rows.alive
         going_on = counts.long()
         rows.tokens = torch.where(counts, chosen, rows.tokens)
         rows.positions, rows.left = rows.positions + going_on, rows.left - going_on
         rows.alive = counts & (rows.left > 0) & ~self._is_stop(rows.tokens)
-        return chosen, clean, log_mu, counts
+        return chosen, *found, counts
 
     def _is_stop(self, tokens: torch.Tensor) -> torch.Tensor:
         """[n] → [n] bool. PyTorch's `isin` sorts where there are many to look for, and then waits for a number."""

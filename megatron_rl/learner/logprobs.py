@@ -49,7 +49,7 @@ def token_logprobs(
         exact: of exact mode, whose kernels are used where there are any.
         entropy_gradient: the entropy is differentiable, too.
         kept: [n, C] int64, the tokens that each distribution is over, then -1; labels are among them. None: all.
-        head: [n, k] int64, further tokens, -1 for none, whose log-probs are wanted; not under ``exact``. None: none.
+        head: [n, k] int64, further tokens, -1 for none, whose log-probs are wanted. None: none.
 
     Returns:
         log-probs [n] float32, differentiable; entropy in nats [n] float32, detached unless ``entropy_gradient``; with
@@ -64,8 +64,6 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, positions, labels, vocab_size, temperature, group, exact, entropy_gradient, kept, head):
         first = logits.size(1) * (group.rank() if group is not None else 0)
-        of_head = None if head is None else torch.empty(head.shape, dtype=torch.float32, device=logits.device)
-        assert head is None or not exact
         if exact and on_kernels(logits):
             width = min(max(0, vocab_size - first), logits.size(1))
             statistics = kernel_ops().token_statistics(
@@ -79,8 +77,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 x = _scaled(logits, positions[rows], vocab_size, first, temperature)
                 keep_sets(x, kept, rows, first)
                 logprobs[rows], entropy[rows], logsumexp[rows] = row_statistics(x, labels[rows], first, group)
-                if head is not None:
-                    of_head[rows] = _of_tokens(x, head[rows], first, group) - logsumexp[rows, None]
+        if head is not None:
+            local, inside = local_labels(head, first, logits.size(1))
+            of_head = logits[positions[:, None], local].float() / temperature
+            of_head = _of_all_ranks(of_head.masked_fill_(~inside, 0.0), group) - logsumexp[:, None]
         ctx.save_for_backward(logits, positions, labels, logsumexp, entropy, kept, head)
         ctx.numbers = (vocab_size, temperature, first)
         ctx.entropy_gradient = entropy_gradient
@@ -188,7 +188,10 @@ def row_statistics(
 def _of_tokens(x: torch.Tensor, tokens: torch.Tensor, first: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Logits of ``tokens`` [rows, k] in ``x`` [rows, V/tp] of all ranks; 0 where there is no token."""
     local, inside = local_labels(tokens, first, x.size(1))
-    chosen = x.gather(1, local).masked_fill(~inside, 0.0)
+    return _of_all_ranks(x.gather(1, local).masked_fill(~inside, 0.0), group)
+
+
+def _of_all_ranks(chosen: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     if group is not None and group.size() > 1:
         dist.all_reduce(chosen, group=group)
     return chosen

@@ -9,8 +9,11 @@ import pytest
 from megatron_rl.rollout import Sampling
 from tests.e2e.hf_reference import rounding_bound
 from tests.parallel.gloo import run_ranks
+from tests.support.centering_bias import HEADS, WEIGHTS, shares
 from tests.support.families import DENSE, save_family
+from tests.support.rounding import rounded
 from tests.support.slow import slow_but
+from tests.support.tiny import MODEL
 from tests.support.zygote import run_command
 
 STEPS = 6
@@ -72,6 +75,31 @@ def test_stale_weights_are_those_of_the_run_itself_from_its_first_step_on(tmp_pa
     assert len(sizes) == STEPS
     assert sizes[0] == 0.0, "there are no weights before the first"
     assert min(sizes[1:]) > 0.0
+
+
+CENTERED = "objective.score_centering=true"
+
+
+@pytest.mark.parametrize("term", ["reinforce", "ppo_clip"])
+def test_without_a_dose_centering_subtracts_nothing(tmp_path, term):
+    settings = [CENTERED, f"objective.policy_term={term}", "rollout.sampled_head=8", "num_steps=2"]
+    rows, _ = train(tmp_path, "run", *settings)
+    found = [(row["score_centering/abs_coeff_sum"], row["score_centering/tail_ratio"]) for row in rows[:2]]
+    assert found == [(0.0, 1.0)] * 2
+    assert rows[0]["score_centering/head_mass_mu"] < 1
+
+
+def test_under_a_dose_centering_subtracts_the_mean_score_of_the_closed_form(tmp_path):
+    """The stored head is all of mu; pi is transformers'. What is left of the mean falls with the tail, and to 0."""
+    dose = "exact.noise={kind: weights, bits: int4, strength: 4}"
+    whole = ["rollout.sampled_head=128", "recorder.record_batches=all", "num_steps=1", *FP32_TWO_UPDATES]
+    train(tmp_path, "run", CENTERED, "objective.policy_term=reinforce", *whole, dose)
+    found = shares(tmp_path / "run", 0, MODEL)
+    for name in WEIGHTS:
+        for left in zip(*(found[name, k] for k in HEADS), strict=True):
+            assert left[0] > 0.01, "of the score itself"
+            assert left == tuple(sorted(left, reverse=True))
+            assert left[-1] == rounded(0.0, 128, scale=1.0)
 
 
 def test_vllm_draws_the_responses_that_the_exact_engine_draws():

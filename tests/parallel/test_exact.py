@@ -222,6 +222,8 @@ def test_doses_stand_apart_from_what_is_computed_without_them(results):
         assert dose["same weights"], name
         assert dose["bits of mu"] is (True if name in ("fp8", "int4", "stale") else None), name
         assert dose["std"] > 0, name
+        assert dose["bits of heads"], name
+        assert dose["coefficients"] > 0, name
         for of_metrics, of_stats in zip(dose["metrics"], dose["stats"], strict=True):
             assert of_metrics == rounded(of_stats, scale=of_stats, dtype=torch.float32), name
     assert of_rank["doses"].get("fp8", {"std": 0})["std"] < of_rank["doses"]["int4"]["std"]

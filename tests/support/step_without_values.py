@@ -176,8 +176,8 @@ def step(dtype: str, tensor: int = 1, expert: int = 1) -> Counts:
         turns = Turns(
             passes,
             Schedule(np.ones(ROWS, np.int64), np.ones(ROWS, np.int64), [0] * ROWS, Pages(PAGES), ROWS, 2),
-            Draws(decoder, [[1]] * ROWS, list(range(ROWS)), 1.0, Dose(None, 0)),
-            Responses.empty(ROWS, 1),
+            Draws(decoder, [[1]] * ROWS, list(range(ROWS)), 1.0, Dose(None, 0), head=4),
+            Responses.empty(ROWS, 1, head=4),
             numbers=range(ROWS),
             prompts=[[1]] * ROWS,
             cache=PagedCache(PAGES, 1, heads, width, next(iter(learner.module.parameters()))),

@@ -287,8 +287,10 @@ def changed_weights() -> str:
 def doses(kinds: dict[str, dict[str, Any]], parallel: dict[str, int] | None = None) -> dict[str, dict[str, Any]]:
     """Per dose its size, and the gate, which looks at what is computed without it."""
     results = {}
+    objective = {"mismatch_detail": True, "policy_term": "reinforce", "score_centering": True}
     for name, noise in kinds.items():
-        learner, generator = start("fp32", parallel, exact={"noise": noise}, objective={"mismatch_detail": True})
+        sections = {"exact": {"noise": noise}, "objective": objective, "rollout": {"sampled_head": 5}}
+        learner, generator = start("fp32", parallel, **sections)
         own = [p.detach().clone() for p in learner.module.parameters()]
         generator.refit(iter(()), 0)
         if noise["kind"] == "stale":
@@ -328,6 +330,12 @@ def _dose(learner: Learner, generator: Generator, own: list[torch.Tensor]) -> di
                     parameter.copy_(value)
     metrics = learner.update(batch)
     differences = np.concatenate([r.exact_logprobs.astype(np.float64) - r.inference_logprobs for r in rollouts])
+    in_head = [r.head_tokens == r.tokens[:, None] for r in rollouts]
+
+    def drawn(groups: list[Group]) -> list[list]:
+        names = ("tokens", "inference_logprobs", "head_tokens", "head_logprobs")
+        return [[getattr(r, name).tolist() for name in names] for group in groups for r in group.rollouts]
+
     return {
         "std": float(differences.std(ddof=1)),
         "stats": [stats["exact/log_rho_std"], stats["exact/abs_log_rho_sum"]],
@@ -336,6 +344,10 @@ def _dose(learner: Learner, generator: Generator, own: list[torch.Tensor]) -> di
         "rho_std": metrics["mismatch/rho_std"],
         "weights": weights,
         "bits of mu": under_dose and all(map(np.array_equal, under_dose, [r.inference_logprobs for r in rollouts])),
-        "same in other batches": [(r.tokens.tolist(), r.inference_logprobs.tolist()) for r in rollouts]
-        == [(r.tokens.tolist(), r.inference_logprobs.tolist()) for group in twice for r in group.rollouts],
+        "same in other batches": drawn(groups) == drawn(twice),
+        "bits of heads": all(
+            np.array_equal(r.head_logprobs[here], r.inference_logprobs[here.any(1)])
+            for r, here in zip(rollouts, in_head, strict=True)
+        ),
+        "coefficients": metrics["score_centering/abs_coeff_sum"],
     }

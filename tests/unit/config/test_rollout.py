@@ -26,7 +26,6 @@ def test_sets_that_nobody_returns_are_refused(rollout, message):
     ("rollout", "message"),
     [
         ({"sampled_head": 1025}, "at most 1024 are returned"),
-        ({"engine": "exact"}, "returns no head; without a dose mu is pi, and every coefficient"),
         ({"function": "f.py:f"}, "conversations carry no heads; use function: null"),
         ({"top_k": 8, "kept_sets": True}, "whose head is the set that top_k: 8 keeps; use sampled_head: 8"),
         ({"top_k": 8}, "cut the tail off mu but not off pi; use top_p: 1"),

@@ -24,7 +24,7 @@ class FixedPolicy:
     vocab_size = len(LOGITS)
 
     def run(self, prompts, limits, chooser, stop):
-        responses = Responses.empty(len(prompts), max(limits))
+        responses = Responses.empty(len(prompts), max(limits), chooser.head)
         everyone = np.arange(len(prompts))
         for place in range(max(limits)):
             needed = chooser.ahead(everyone.tolist(), np.full(len(prompts), place), 1)
@@ -33,8 +33,9 @@ class FixedPolicy:
         responses.lengths = np.array(limits)
         return range(len(prompts)), responses
 
-    def logprobs(self, logits, tokens, temperature):
-        return (logits / temperature).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    def logprobs(self, logits, tokens, temperature, head):
+        of_all = (logits / temperature).log_softmax(-1)
+        return of_all.gather(1, tokens[:, None])[:, 0], *([] if head is None else [of_all.gather(1, head)])
 
     def whole_vocabulary(self, logits):
         return logits
@@ -46,9 +47,9 @@ class FixedPolicy:
         return nullcontext()
 
 
-def generator_of(exact: ExactConfig) -> ExactGenerator:
+def generator_of(exact: ExactConfig, head: int = 0) -> ExactGenerator:
     return ExactGenerator(
-        RolloutConfig(engine="exact", max_response_length=8),
+        RolloutConfig(engine="exact", max_response_length=8, sampled_head=head),
         make_dose(exact, seed=3),
         FixedPolicy(),
         stop_token_ids=[],
@@ -81,6 +82,23 @@ def test_the_dose_falls_on_training_alone(exact):
     assert generator.stats()["exact/log_rho_std"] == rounded(differences(trained).std(ddof=1), 4 * count)
     total = np.mean([np.abs(differences([rollout])).sum() for rollout in trained])
     assert generator.stats()["exact/abs_log_rho_sum"] == rounded(total, 2 * count)
+
+
+@pytest.mark.parametrize("noise_std", [0.0, 0.5])
+def test_a_head_is_of_what_was_sampled_from(noise_std):
+    """Most probable first, log mu with the dose and equal to the sampled token's own; none in validation."""
+    generator = generator_of(ExactConfig(noise_std=noise_std), head=3)
+    rollouts = rollouts_of(generator)
+    tokens, log_mu = (np.concatenate([getattr(r, f"head_{name}") for r in rollouts]) for name in ("tokens", "logprobs"))
+    assert (tokens.dtype, log_mu.dtype, tokens.shape) == (np.int32, np.float32, (64, 3))
+    assert (np.diff(log_mu, axis=1) < 0).all()
+    row, place = (tokens == np.concatenate([r.tokens for r in rollouts])[:, None]).nonzero()
+    of_sampled = np.concatenate([r.inference_logprobs for r in rollouts])
+    assert len(row) > 32
+    assert log_mu[row, place].tolist() == of_sampled[row].tolist()
+    clean = LOGITS.log_softmax(-1).numpy()[tokens]
+    assert (log_mu == clean).all() if noise_std == 0 else (log_mu != clean).all()
+    assert rollouts_of(generator, sampling=Sampling(8))[0].head_logprobs is None
 
 
 def test_a_held_dose_moves_after_training_alone_and_is_kept():
