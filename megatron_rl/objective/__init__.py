@@ -8,7 +8,7 @@ from megatron_rl.objective.advantages import ADVANTAGES, compute_advantages, gro
 from megatron_rl.objective.aggregation import AGGREGATIONS, MetricStats, compute_denominators
 from megatron_rl.objective.compute import ObjectiveResult, compute_objective
 from megatron_rl.objective.corrections import CORRECTIONS
-from megatron_rl.objective.inputs import Denominators, Head, NoiseKey, ObjectiveInputs
+from megatron_rl.objective.inputs import Denominators, Head, NoiseKey, ObjectiveInputs, Teacher
 from megatron_rl.objective.metrics import finalize_metrics
 from megatron_rl.objective.policy_terms import POLICY_TERMS
 
@@ -23,6 +23,7 @@ __all__ = [
     "NoiseKey",
     "ObjectiveInputs",
     "ObjectiveResult",
+    "Teacher",
     "compute_advantages",
     "compute_denominators",
     "compute_objective",

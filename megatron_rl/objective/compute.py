@@ -13,6 +13,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.objective.aggregation import MetricStats, count, kept_tokens, token_factors
 from megatron_rl.objective.centering import center, split
 from megatron_rl.objective.corrections import Corrected, correct, normalized, within_second_moment
+from megatron_rl.objective.distillation import taught
 from megatron_rl.objective.inputs import (
     MAX_LOG_RATIO,
     Denominators,
@@ -59,6 +60,8 @@ def compute_objective(
     """
     check_available(inputs, config)
     tokens = read_tokens(inputs, config.anchor, config.router_shift)
+    if inputs.teacher is not None:
+        tokens = taught(tokens, inputs.teacher)
     corrected = correct(tokens, config)
     counts = _denominators(tokens, corrected, config, denominators)
     corrected = normalized(within_second_moment(corrected, config, counts), config, counts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -189,6 +189,16 @@ class Head:
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """Log-probs that a second model gives the sampled tokens, and how they enter advantages (`distillation.taught`)."""
+
+    logprobs: Tensor  # tokens, log τ; -inf where the teacher cannot say the token
+    weight: float = 1.0  # λ
+    student: Literal["rollout", "recompute", "current"] = "recompute"  # whose log-prob is compared: mu, po or pi
+    discount: float = 0.0  # γ
+
+
+@dataclass(frozen=True)
 class ObjectiveInputs:
     """Log-probs of the sampled tokens, padded [B, T], or packed [N] with `cu_seqlens`; whole sequences either way.
 
@@ -208,6 +218,7 @@ class ObjectiveInputs:
     head: Head | None = None
     reference_logprobs: Tensor | None = None  # tokens, log ref: of a policy that is not trained
     router_shift: Tensor | None = None  # tokens: mean |log score - log old score| of the old experts of all layers
+    teacher: Teacher | None = None
 
 
 class NoiseKey(NamedTuple):
@@ -275,6 +286,8 @@ class Tokens:
     distances: Tensor | None = None  # tokens, int64
     reference: Tensor | None = None  # tokens, log ref
     router_weight: Tensor | None = None  # tokens: γ̃ of `objective.router_shift`, contained in log_ratio; 1 where masked
+    teacher_gap: Tensor | None = None  # tokens: d = log s - log τ of `distillation.taught`, contained in advantages
+    teacher_floored: Tensor | None = None  # bool tokens: the teacher cannot say the token
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """tokens (zero where masked) → [B]: mean over trained tokens; 0 for a sequence without any."""
@@ -362,6 +375,8 @@ def _check_shapes(inputs: ObjectiveInputs) -> None:
         tensor = getattr(inputs, name)
         if tensor is not None and tuple(tensor.shape) != shape:
             raise InputError(f"{name} has shape {list(tensor.shape)}, current_logprobs {list(shape)}; they must agree")
+    if inputs.teacher is not None and tuple(inputs.teacher.logprobs.shape) != shape:
+        raise InputError(f"teacher has log-probs of shape {list(inputs.teacher.logprobs.shape)}, expected {list(shape)}")
     if tuple(inputs.advantages.shape) not in (shape, (num_sequences,)):
         raise InputError(
             f"advantages has shape {list(inputs.advantages.shape)}; expected [{num_sequences}], one per sequence, "

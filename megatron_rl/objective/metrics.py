@@ -246,8 +246,20 @@ def collect(
         if tokens.distances is not None:
             collect_by_distance(collector, tokens.old - tokens.inference, tokens.distances, tokens.mask)
         _collect_spurious(collector, tokens, term)
+    if tokens.teacher_gap is not None:
+        _collect_teacher(collector, tokens, config)
     _collect_corrections(collector, tokens, corrected)
     return collector.stats()
+
+
+def _collect_teacher(collector: Collector, tokens: Tokens, config: ObjectiveConfig) -> None:
+    collector.add("teacher d", tokens.teacher_gap)
+    collector.range_of("teacher d", tokens.teacher_gap, tokens.mask)
+    collector.add("teacher floored", tokens.teacher_floored & tokens.mask)
+    if config.mismatch_detail and tokens.inference is not None:
+        place = _bins(tokens.layout.rank(tokens.mask).to(tokens.weight.dtype), PLACE_EDGES)
+        for i, label in enumerate(place_labels()):
+            collector.add(f"teacher d at {label}", tokens.teacher_gap * (place == i))
 
 
 def start(tokens: Tokens) -> Collector:
@@ -345,6 +357,8 @@ def finalize_metrics(stats: MetricStats) -> dict[str, float]:
         metrics.update(_mismatch_metrics(sums, maxs))
     if "|c|" in sums:
         metrics.update(_centering_metrics(sums, mins))
+    if "teacher d" in sums:
+        metrics.update(_teacher_metrics(sums, maxs))
     if "po - mu" in maxs:
         metrics.update(finalize_detail(sums, maxs, mins))
     if f"tokens of age {LABELS[0]}" in sums:
@@ -393,6 +407,19 @@ def _centering_metrics(sums: dict[str, float], mins: dict[str, float]) -> dict[s
         "outside_frac": 1 - sums["sampled in head"] / num_tokens,
     }
     return {f"score_centering/{name}": value for name, value in metrics.items()}
+
+
+def _teacher_metrics(sums: dict[str, float], maxs: dict[str, float]) -> dict[str, float]:
+    num_tokens = max(sums["tokens"], 1.0)
+    metrics = {
+        "teacher/kl": sums["teacher d"] / num_tokens,
+        "teacher/kl_max": _finite(maxs["teacher d"]),
+        "teacher/share_floor": sums["teacher floored"] / num_tokens,
+    }
+    for label in place_labels():
+        if f"teacher d at {label}" in sums and (count := sums[f"tokens at {label}"]) > 0:
+            metrics[f"teacher/kl/position/{label}"] = sums[f"teacher d at {label}"] / count
+    return metrics
 
 
 def _spurious_metrics(sums: dict[str, float]) -> dict[str, float]:
