@@ -55,6 +55,9 @@ def _steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
             metrics = validate(run, step) if recipe.validation.is_due(step) else {}
             groups, sampling_metrics = sample_unscored(run, step) if is_late else sample(run, step)
             run.ahead.look_ahead(step, learner.num_updates)
+            if run.teachers is not None and groups:
+                with monitor.phase("teacher"):
+                    sampling_metrics |= run.teachers.teach(groups)
         with monitor.phase("pack"):
             batch = build_unscored_batch(step, groups, recipe.batch)
             if not is_late and recipe.objective.kl_in_reward is None:

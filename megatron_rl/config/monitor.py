@@ -198,7 +198,7 @@ def mismatch_has_updates(recipe: Mapping[str, Any]) -> bool:
     updates, objective = _get(recipe, "batch", "minibatches", default=1), _get(recipe, "objective")
     if not isinstance(objective, Mapping) or not isinstance(updates, int) or updates < 2:
         return False
-    if _get(recipe, "routing", "replay") == "r2":
+    if _get(recipe, "routing", "replay") == "r2" or _get(recipe, "teacher", "student") == "recompute":
         return False
     try:
         with warnings.catch_warnings():

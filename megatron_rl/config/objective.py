@@ -197,7 +197,7 @@ def label_of(section: Section, key: Literal["name", "mode"]) -> str:
     return getattr(section, "function", getattr(section, key))
 
 
-AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "min_variance", "reinforce"]
+AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "min_variance", "reinforce", "none"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 PPO_LIKE_CLIP = 0.01
@@ -233,8 +233,8 @@ class ObjectiveConfig(Section):
     advantage: Annotated[AdvantageName | FunctionPath, LookedUp(is_function=True)] = "grpo"
     """How rewards become advantages: grpo (standardized in the group), dr_grpo (centred), rloo (leave one out),
     reinforce_pp (centred, then whitened over the batch), min_variance (minus the baseline of least variance, which
-    costs a forward and backward pass of each response alone), reinforce (the reward itself), file.py:function (your
-    own)."""
+    costs a forward and backward pass of each response alone), reinforce (the reward itself), none (0: a
+    `teacher` alone teaches), file.py:function (your own)."""
     policy_term: Annotated[PolicyTerm, FunctionUnder("name", tuple(FunctionTerm.model_fields)), Short("name")] = (
         PpoClip()
     )

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import model_validator
 
 from megatron_rl.config.learner import ParallelConfig, ScheduleConfig, fp32_products
+from megatron_rl.config.second_model import teacher_problems
 from megatron_rl.config.sections import BatchConfig, RecipeSections
 
 
@@ -25,7 +26,7 @@ def section_problems(recipe: RecipeSections) -> list[str]:
         )
     )
     problems += exact_problems(recipe) + batch_problems(recipe.batch) + offload_problems(recipe)
-    problems += tf32_problems(recipe)
+    problems += tf32_problems(recipe) + teacher_problems(recipe)
     learner = recipe.learner
     problems += dispatcher_problems(learner.parallel, learner.token_dispatcher, recipe.runtime.device)
     problems += epoch_problems(recipe)
@@ -95,7 +96,7 @@ def section_problems(recipe: RecipeSections) -> list[str]:
             "that no loss divides; use bf16 or fp32"
         )
     advantage = recipe.objective.advantage
-    if advantage != "reinforce" and recipe.rollout.num_samples < 2:
+    if advantage not in ("reinforce", "none") and recipe.rollout.num_samples < 2:
         problems.append(
             f"objective.advantage: {advantage} needs rollout.num_samples of at least 2, found "
             f"{recipe.rollout.num_samples}: a response is compared with the others of its prompt; use reinforce for one"

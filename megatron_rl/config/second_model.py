@@ -1,10 +1,15 @@
-"""A second model, which gives the log-prob of each token that the policy sampled: the section `reference`."""
+"""A second model, which gives the log-prob of each token that was sampled: sections `reference` and `teacher`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, model_validator
 
 from megatron_rl.config.base import AnyPath, LookedUp, Section
+
+if TYPE_CHECKING:
+    from megatron_rl.config.sections import RecipeSections
 
 
 class SecondModelConfig(Section):
@@ -16,3 +21,128 @@ class ReferenceConfig(SecondModelConfig):
     """A policy that is not trained, on the learner's ranks: `reference/*` measures how far the trained one is from it,
     and `objective.kl_loss` and `objective.kl_in_reward` hold it back. With learner.lora and no path it is the policy
     without its adapters, else a second copy of weights, which lies in host memory between its passes."""
+
+
+class TeacherModelConfig(SecondModelConfig):
+    engine: Literal["vllm", "vllm_server", "learner"] = "vllm"
+    """What computes the teacher's log-probs. `vllm`: an engine beside the learner in every rank, in `rollout.dtype`; it
+    keeps its memory while the learner works. `vllm_server`: the servers at `addresses`. `learner`: the learner's ranks,
+    at the sampling temperature."""
+    addresses: list[str] = []
+    """Servers of engine `vllm_server`, as `http://host:port`: vLLM's own, or others that return prompt log-probs from
+    /v1/completions, or those of `megatron-rl serve`. They hold the model of `path`, of whose folder only config and
+    tokenizer are read. MRL_SERVER_TOKEN, where set, is sent as their key."""
+
+    @model_validator(mode="after")
+    def _is_somewhere(self) -> TeacherModelConfig:
+        if (self.engine == "vllm_server") != bool(self.addresses):
+            raise ValueError(f"addresses: {self.addresses} with engine: {self.engine}; vllm_server alone has addresses")
+        for address in self.addresses:
+            if not address.startswith(("http://", "https://")):
+                raise ValueError(f"addresses: found {address!r}; write http://host:port")
+        if self.engine == "vllm_server" and self.path is None:
+            raise ValueError(
+                "path: null with engine: vllm_server, whose vocabulary is compared with the student's; give a folder "
+                "with config and tokenizer of the model that the servers hold"
+            )
+        return self
+
+
+class TeacherOfSourcesConfig(TeacherModelConfig):
+    data_sources: Annotated[list[str], Field(min_length=1)]
+    """Data sources whose prompts this teacher teaches."""
+
+
+class TeacherConfig(TeacherModelConfig):
+    """A model that the policy learns from: A_t = A - weight · (log s - log τ) of each token (docs/algorithms.md,
+    "Teacher"). With `objective.advantage: none` it alone teaches."""
+
+    weight: NonNegativeFloat = 1.0
+    """λ. 0: `teacher/*` is measured, and nothing learned from."""
+    student: Literal["rollout", "recompute", "current"] = "recompute"
+    """Whose log-prob s of a token is compared with the teacher's: mu (`rollout`), po (`recompute`), which takes the
+    pass for old log-probs where a batch has several updates, or pi (`current`)."""
+    discount: float = Field(0.0, ge=0, le=1)
+    """γ: a token answers for γ^k times the difference k trained tokens later. 0: for its own alone."""
+    by_source: list[TeacherOfSourcesConfig] = []
+    """Teachers of some data sources; the section's own model teaches the others."""
+
+    @model_validator(mode="after")
+    def _one_teacher_each(self) -> TeacherConfig:
+        named = [source for teacher in self.by_source for source in teacher.data_sources]
+        if twice := sorted({source for source in named if named.count(source) > 1}):
+            raise ValueError(f"by_source: {', '.join(twice)} named twice; each data source has one teacher")
+        if self.by_source and "learner" in {self.engine, *(teacher.engine for teacher in self.by_source)}:
+            raise ValueError("by_source with engine: learner, which holds one second model; use vllm or vllm_server")
+        return self
+
+    @property
+    def models(self) -> dict[str, TeacherModelConfig]:
+        """The teachers by the key of each in a recipe."""
+        return {"teacher": self, **{f"teacher.by_source.{i}": model for i, model in enumerate(self.by_source)}}
+
+    def key_of(self, data_source: str) -> str:
+        """The teacher of a data source, by its key in `models`."""
+        named = (f"teacher.by_source.{i}" for i, one in enumerate(self.by_source) if data_source in one.data_sources)
+        return next(named, "teacher")
+
+
+def teacher_problems(recipe: RecipeSections) -> list[str]:
+    """Why a teacher cannot teach, or something else of ``recipe`` cannot be had beside one; empty where all fits."""
+    teacher, objective = recipe.teacher, recipe.objective
+    teaches = teacher is not None and teacher.weight > 0
+    problems = []
+    if objective.advantage == "none" and not teaches:
+        problems.append(
+            "objective.advantage: none without a teacher that has a weight: every advantage would be 0; set teacher, "
+            "or another advantage"
+        )
+    for key, model in ({} if teacher is None else teacher.models).items():
+        problems += _model_problems(recipe, model, f"{key}.engine: {model.engine}")
+    if not teaches:
+        return problems
+    beside = {
+        "batch.filter_groups: true": (recipe.batch.filter_groups, "groups with equal rewards teach, too; use false"),
+        "objective.advantage: min_variance": (
+            objective.advantage == "min_variance",
+            "its baseline is best for one advantage a response; use another",
+        ),
+        "objective.correction: opsm": (
+            any(item.mode == "opsm" for item in objective.correction),
+            "it drops responses by the sign of their advantage, which differs from token to token; leave it out",
+        ),
+        "acceptance: set": (recipe.acceptance is not None, "it judges updates by rewards alone; use null"),
+    }
+    problems += [
+        f"{key} with teacher.weight {teacher.weight:g}: {why}" for key, (is_set, why) in beside.items() if is_set
+    ]
+    return problems
+
+
+def _model_problems(recipe: RecipeSections, model: TeacherModelConfig, named: str) -> list[str]:
+    """Why the engine of one teacher cannot score what is sampled."""
+    rollout, problems = recipe.rollout, []
+    on_learner = model.engine == "learner"
+    if rollout.temperature != 1 and not on_learner:
+        problems.append(
+            f"rollout.temperature: {rollout.temperature:g} with {named}, which scores at temperature 1: the difference "
+            "would be of two temperatures; use 1, or engine: learner"
+        )
+    if (rollout.top_p < 1 or rollout.top_k) and not (on_learner and rollout.kept_sets):
+        problems.append(
+            f"rollout.top_p: {rollout.top_p:g}, top_k: {rollout.top_k} with {named}: the student's log-prob would be "
+            "over the tokens that were kept and the teacher's over all; use top_p: 1 and top_k: 0, or engine: learner "
+            "with rollout.kept_sets"
+        )
+    if model.engine != "vllm":
+        return problems
+    if rollout.engine == "exact":
+        problems.append(f"{named} with rollout.engine exact, whose process has no vLLM; use vllm_server or learner")
+    if rollout.tensor_parallel > 1 and rollout.engine == "vllm":
+        problems.append(
+            f"{named} with rollout.tensor_parallel {rollout.tensor_parallel}: an engine for each rank, which vLLM does "
+            "not have beside one of several; use 1, or vllm_server"
+        )
+    if "tf32" in (recipe.learner.dtype, rollout.dtype):
+        problems.append(f"{named} with dtype tf32: one process multiplies all fp32 matrices alike; use vllm_server")
+    return problems

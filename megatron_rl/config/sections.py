@@ -21,7 +21,7 @@ from megatron_rl.config.learner import LearnerConfig, PrecisionConfig, RoutingCo
 from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.config.rollout import ExactConfig, RolloutConfig
-from megatron_rl.config.second_model import ReferenceConfig
+from megatron_rl.config.second_model import ReferenceConfig, TeacherConfig
 from megatron_rl.errors import printable
 
 # The `model` and `runtime` sections: what is trained, and where.
@@ -191,6 +191,8 @@ class RecipeSections(Section):
     """What is optimized."""
     reference: ReferenceConfig | None = None
     """A policy that is not trained, for the divergence from it. null: none."""
+    teacher: TeacherConfig | None = None
+    """A model that the policy learns from, token by token. null: none."""
     schedule: ScheduleConfig = ScheduleConfig()
     """How the learning rate moves."""
     acceptance: AcceptanceConfig | None = None
@@ -259,8 +261,13 @@ class RecipeSections(Section):
 
     @property
     def makes_old_logprobs(self) -> bool:
-        """Whether a step has a pass for old log-probs before its first update: for the objective, or for R2's routes.
+        """Whether a step has a pass for old log-probs before its first update.
 
         A step with fewer sequences than `batch.minibatches` has fewer updates, and then may have none.
         """
-        return self.routing.replay == "r2" or self.objective.needs_old_logprobs(self.batch.minibatches)
+        return self.needs_old_logprobs(self.batch.minibatches)
+
+    def needs_old_logprobs(self, num_updates: int) -> bool:
+        """Whether a batch with so many updates has that pass: for the objective, R2's routes or a teacher."""
+        compares_po = self.teacher is not None and self.teacher.student == "recompute" and num_updates > 1
+        return self.routing.replay == "r2" or compares_po or self.objective.needs_old_logprobs(num_updates)

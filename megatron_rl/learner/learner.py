@@ -24,6 +24,7 @@ from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config import Recipe
 from megatron_rl.config.base import FP32_STORED
 from megatron_rl.config.learner import fp32_products, only_product
+from megatron_rl.errors import InputError
 from megatron_rl.exact.decode import Decoder
 from megatron_rl.exact.turns import capture_for
 from megatron_rl.layers.context import gather_tokens
@@ -64,6 +65,7 @@ from megatron_rl.objective import (
     MetricStats,
     NoiseKey,
     ObjectiveInputs,
+    Teacher,
     compute_objective,
     finalize_metrics,
 )
@@ -177,7 +179,7 @@ class Learner:
         records_routes = self.recipe.routing.replay == "r2"
         keeps_scores = self.recipe.objective.router_shift is not None
         keeps_heads = self.recipe.objective.centres_on_po
-        makes_pass = records_routes or self.recipe.objective.needs_old_logprobs(len(batch.minibatches))
+        makes_pass = self.recipe.needs_old_logprobs(len(batch.minibatches))
         with self.phase("exchange"):
             homes = self._distribute(batch, makes_pass)
         skipped = {"perf/time/old_logprobs": 0.0}  # stands unless the pass is made and timed
@@ -361,6 +363,7 @@ class Learner:
             head=head,
             reference_logprobs=microbatch.reference_logprobs,
             router_shift=router_shift(microbatch),
+            teacher=self._teacher(microbatch),
         )
         noise = NoiseKey(self.recipe.seed, self.num_updates)
         result = compute_objective(inputs, self.recipe.objective, denominators=denominators, noise_key=noise)
@@ -369,6 +372,14 @@ class Learner:
             unit,
             (result.stats, self._pieces(logprobs, microbatch) if self.keep_current_logprobs or self.exact else []),
         )
+
+    def _teacher(self, microbatch: Microbatch) -> Teacher | None:
+        config, logprobs = self.recipe.teacher, microbatch.teacher_logprobs
+        if config is None:
+            return None
+        if logprobs is None:
+            raise InputError("teacher: set, but the batch has no teacher_logprobs; use null, or a batch of such a run")
+        return Teacher(logprobs, config.weight, config.student, config.discount)
 
     def _distances(self, microbatch: Microbatch) -> torch.Tensor | None:
         """[n] int64: optimizer steps between the weights that sampled a token and those before this batch."""

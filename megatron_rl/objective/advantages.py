@@ -80,6 +80,11 @@ def reinforce(groups: Groups) -> Tensor:
     return groups.rewards
 
 
+def none(groups: Groups) -> Tensor:
+    """0: nothing is learned from rewards."""
+    return torch.zeros_like(groups.rewards)
+
+
 ADVANTAGES: dict[str, Callable[[Groups], Tensor]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
@@ -87,6 +92,7 @@ ADVANTAGES: dict[str, Callable[[Groups], Tensor]] = {
     "reinforce_pp": reinforce_pp,
     "min_variance": min_variance,
     "reinforce": reinforce,
+    "none": none,
 }
 
 

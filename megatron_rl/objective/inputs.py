@@ -376,7 +376,9 @@ def _check_shapes(inputs: ObjectiveInputs) -> None:
         if tensor is not None and tuple(tensor.shape) != shape:
             raise InputError(f"{name} has shape {list(tensor.shape)}, current_logprobs {list(shape)}; they must agree")
     if inputs.teacher is not None and tuple(inputs.teacher.logprobs.shape) != shape:
-        raise InputError(f"teacher has log-probs of shape {list(inputs.teacher.logprobs.shape)}, expected {list(shape)}")
+        raise InputError(
+            f"teacher has log-probs of shape {list(inputs.teacher.logprobs.shape)}, expected {list(shape)}"
+        )
     if tuple(inputs.advantages.shape) not in (shape, (num_sequences,)):
         raise InputError(
             f"advantages has shape {list(inputs.advantages.shape)}; expected [{num_sequences}], one per sequence, "

@@ -12,7 +12,7 @@ import torch
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sections import ValidationConfig
 from megatron_rl.errors import Fault, InputError
-from megatron_rl.types import Group, Prompt, Rollout
+from megatron_rl.types import MAX_LOGPROB, Group, Prompt, Rollout
 
 
 class RolloutError(Fault):
@@ -171,6 +171,41 @@ def sampling_params(fields: dict[str, Any], num_logprobs: int = 0) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def scoring_params() -> Any:
+    """vLLM's `SamplingParams` of a request for the log-prob of each token of its prompt."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        prompt_logprobs=0,  # of the prompt's own token alone
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def prompt_scores(output: Any, first: int) -> np.ndarray:
+    """Log-probs [S - first] float32 of a prompt's tokens from ``first`` on (1 or more), from vLLM's answer.
+
+    Raises `RolloutError` where they belong to other tokens.
+    """
+    tokens, flat = list(output.prompt_token_ids), output.prompt_logprobs
+    if flat is None or list(flat.token_ids) != tokens[1:]:
+        raise RolloutError("log-probs of a prompt belong to other tokens")
+    return np.array(flat.logprobs[first - 1 :], np.float32)
+
+
+def checked_scores(rollout: Rollout, logprobs: np.ndarray) -> np.ndarray:
+    """Return ``logprobs`` if they can be those of the tokens of ``rollout``; -inf can. Else raise `RolloutError`."""
+    if len(logprobs) != rollout.length:
+        raise RolloutError(f"response {rollout.id}: {rollout.length} tokens came back with {len(logprobs)} log-probs")
+    if not (logprobs <= MAX_LOGPROB).all():
+        worst = int(np.argmax(~(logprobs <= MAX_LOGPROB)))
+        raise RolloutError(f"response {rollout.id}: log-prob {logprobs[worst]} of token {worst} is impossible")
+    return logprobs
 
 
 def sampled_tokens(completion: Any, name: str = "") -> tuple[list[int], list[float]]:

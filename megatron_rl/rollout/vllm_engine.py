@@ -23,11 +23,13 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -56,11 +58,14 @@ from megatron_rl.rollout.generator import (
     Sampling,
     check_lengths,
     check_version,
+    checked_scores,
+    prompt_scores,
     sampled_tokens,
     sampled_with_head,
     sampled_with_sets,
     sampling_fields,
     sampling_params,
+    scoring_params,
     throughput,
 )
 from megatron_rl.rollout.requests import (
@@ -177,6 +182,33 @@ class VllmGenerator:
             self._stats["rollout/reread_tokens"] = float(sum(gather_objects(self._num_reread)))
         return make_groups(prompts, num_samples, rollouts)
 
+    def score(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+        """Log-probs [R] float32 of the tokens of ``rollouts`` under these weights (`TokenScorer`); one rank an engine.
+
+        Prompt, response and one more token must fit.
+        """
+        self._take_cache()
+        prompts = [{"prompt_token_ids": rollout.whole.tolist()} for rollout in rollouts]
+        scores: dict[int, np.ndarray] = {}
+        with self._at_work():
+            names = self._llm.enqueue(prompts, [scoring_params()] * len(prompts), use_tqdm=False)
+            places = {name.partition("-")[0]: place for place, name in enumerate(names)}  # vLLM appends to our names
+            while self._llm.llm_engine.has_unfinished_requests():
+                for output in (output for output in self._llm.llm_engine.step() if output.finished):
+                    rollout = rollouts[place := places[output.request_id]]
+                    scores[place] = checked_scores(rollout, prompt_scores(output, rollout.prompt_length))
+        return [scores[place] for place in range(len(rollouts))]
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """A context for steps of the engine."""
+        with (
+            process_state.global_rng_untouched(),
+            process_state.compilation(not runs_eagerly(self._config, self._device)),
+            limited(self._config.hang_limit_s, "the rollout engine (rollout.deadline_s)"),
+        ):
+            yield
+
     def announce_to(self, listener: Listener) -> None:
         """Call ``listener`` with every response that this rank owns, between two steps of the engine."""
         self._listener = listener
@@ -190,11 +222,7 @@ class VllmGenerator:
         """
         ids = ", ".join(dict.fromkeys(request.prompt.id for request in requests[:: max(1, len(requests) // 8)]))
         try:
-            with (
-                process_state.global_rng_untouched(),
-                process_state.compilation(not runs_eagerly(self._config, self._device)),
-                limited(self._config.hang_limit_s, "the rollout engine (rollout.deadline_s)"),
-            ):
+            with self._at_work():
                 run = self._run_engine if self._talk is None else self._converse
                 return run(requests, sampling, records)
         except RolloutError as error:

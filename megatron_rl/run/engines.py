@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -21,6 +21,9 @@ from megatron_rl.monitor import RunDirectory
 from megatron_rl.process.ranks import together
 from megatron_rl.rollout import Generator
 from megatron_rl.run.prepare import talk_of
+
+if TYPE_CHECKING:
+    from megatron_rl.rollout.scoring import Teachers
 
 T = TypeVar("T")
 
@@ -84,6 +87,15 @@ def start_generator(
         talk=talk,
         sleeps=sleeps,
     )
+
+
+def start_teachers(recipe: Recipe, data_sources: list[str], device: str) -> Teachers | None:
+    """The teachers of ``data_sources`` that have engines of their own; None without any. Collective."""
+    if recipe.teacher is None or recipe.teacher.engine == "learner":
+        return None
+    from megatron_rl.rollout.scoring import Teachers
+
+    return Teachers(recipe, data_sources, device)
 
 
 class LearnerWeights:

@@ -37,6 +37,7 @@ from megatron_rl.model.architecture import (
     Architecture,
     how_to_get,
     read_architecture,
+    read_object,
     shape_of,
     unknown_config_keys,
 )
@@ -223,6 +224,8 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
     validation = load_validation(recipe.data, recipe.validation, tokenizer) if has_validation else PromptSet.of(())
     for prompts_of_a_kind in (train, validation):
         check_vocabulary(prompts_of_a_kind, checked.architecture.vocab_size)
+    of_training = {prompt.data_source for prompt in train.first_of_each_source()}
+    check_second_models(recipe, tokenizer, checked.architecture.vocab_size, of_training)
     first = [*train.first_of_each_source(), *validation.first_of_each_source()]
     names = {prompt.data_source for prompt in first}
     with Rewarder(recipe.reward, recipe.rollout.max_response_length, names) as rewarder:
@@ -233,6 +236,36 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
         ]
         report = [*checked.report, *notes, *about_data]
         yield Prepared(recipe, checked, tokenizer, train, validation, rewarder, report)
+
+
+def check_second_models(recipe: Recipe, tokenizer: Any, vocab_size: int, data_sources: set[str]) -> None:
+    """Raise `InputError` where a second model reads other tokens than the policy writes, or teaches nothing."""
+    models = {"reference": recipe.reference, **({} if recipe.teacher is None else recipe.teacher.models)}
+    problems = []
+    for key, path in {key: model.path for key, model in models.items() if model is not None}.items():
+        if path is None or path == recipe.model.path:
+            continue
+        config, other = read_object(path / "config.json"), load_tokenizer(str(path))
+        size = config.get("text_config", config).get("vocab_size")
+        if not isinstance(size, int) or size < vocab_size:
+            problems.append(
+                f"{key}.path: {path / 'config.json'} has vocab_size {shown(size, 60)}, the policy's {vocab_size}, "
+                "whose last tokens the second model cannot read; use a model with as many or more"
+            )
+        elif differing := set(other.get_vocab().items()) ^ set(tokenizer.get_vocab().items()):
+            text, number = min(differing, key=lambda pair: pair[::-1])
+            problems.append(
+                f"{key}.path: {path} has another tokenizer than the policy's model: {len(differing)} entries differ, "
+                f"the first is {shown(text, 60)} with id {number}; it would read other text than was written; use a "
+                "model of the same tokenizer"
+            )
+    for i, teacher in enumerate(recipe.teacher.by_source if recipe.teacher is not None else ()):
+        if unknown := sorted(set(teacher.data_sources) - data_sources):
+            problems.append(
+                f"teacher.by_source.{i}.data_sources: {', '.join(unknown)} is of no training prompt; theirs are "
+                f"{', '.join(sorted(data_sources)[:SHOWN_SOURCES])}"
+            )
+    refuse_recipe(recipe, problems)
 
 
 def talk_of(recipe: Recipe, tokenizer: Any) -> Talk:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.checkpoint.manifest import TRAINER_FILE, checkpoint_name, checkpoint_step
 from megatron_rl.checkpoint.save import SaveError
@@ -35,7 +35,7 @@ from megatron_rl.rewards.rewarder import Scores, refuse_too_many, score_shared
 from megatron_rl.rollout import Generator
 from megatron_rl.rollout.generator import AnnouncingGenerator, RolloutInterrupted
 from megatron_rl.run.control import RunLock, StopRequest
-from megatron_rl.run.engines import load_beside, make_learner, start_generator
+from megatron_rl.run.engines import load_beside, make_learner, start_generator, start_teachers
 from megatron_rl.run.identity import (
     Comparison,
     begin_step,
@@ -60,6 +60,9 @@ from megatron_rl.run.saving import (
 from megatron_rl.shipped import shipped
 from megatron_rl.types import Group
 
+if TYPE_CHECKING:
+    from megatron_rl.rollout.scoring import Teachers
+
 
 @dataclass
 class Run:
@@ -79,6 +82,7 @@ class Run:
     evidence: Evidence
     rollbacks: Rollbacks
     train: PromptSet  # all prompts that ``prompts`` draws from
+    teachers: Teachers | None  # those with engines of their own
     failures_said: set[tuple[str, str, str]] = field(default_factory=set)  # kinds of reward failures in the log
 
     def record(self, step: int, metrics: dict[str, float], groups: list[Group] | None = None) -> list[AlarmEvent]:
@@ -266,6 +270,9 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             yield None
             return
         stack.callback(generator.close)
+        sources = [prompt.data_source for prompt in prepared.train.first_of_each_source()]
+        if (teachers := start_teachers(recipe, sources, learner.device.type)) is not None:
+            stack.callback(teachers.close)
         if prepared.rewarder.has_functions and isinstance(generator, AnnouncingGenerator):
             generator.announce_to(prepared.rewarder.begin)
         _confirm_precision(prepared, learner, generator, monitor)
@@ -287,6 +294,7 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             Evidence(recipe.recorder, directory.batches, saving, monitor.log),
             Rollbacks(directory.rollbacks, recipe.monitor.max_rollbacks),
             prepared.train,
+            teachers,
         )
         if checkpoint is not None:
             continue_from(run, checkpoint)

@@ -17,9 +17,11 @@ from megatron_rl.rollout.requests import Request
 from megatron_rl.rollout.servers.rendezvous import Address, printable
 from megatron_rl.rollout.servers.weight_broadcast import Amount, GroupPlace
 from megatron_rl.rollout.servers.wire import (
+    COMPLETIONS,
     GENERATE,
     IDLE_S,
     LOAD_HEADER,
+    SCORE,
     SETTINGS,
     WEIGHTS,
     Damaged,
@@ -64,6 +66,9 @@ _KINDS = {
     (WEIGHTS, 503): UpdateInterrupted,
     (GENERATE, 400): RequestRefused,
     (GENERATE, 409): StaleServer,
+    (SCORE, 400): RequestRefused,
+    (COMPLETIONS, 400): RequestRefused,
+    (SETTINGS, 404): RequestRefused,
 }
 
 
@@ -140,10 +145,15 @@ class ServerClient:
             reply = await self._call("POST", GENERATE, body, {"X-Policy-Version": str(version)}, read=self._whole)
         finally:
             self._in_flight -= 1
-        try:
-            return unpack(reply)
-        except Damaged as error:
-            raise ServerLost(f"{GENERATE}: the answer is damaged: {printable(str(error), ERROR_CHARS)}") from error
+        return _unpacked(GENERATE, reply)
+
+    async def score(self, body: dict[str, Any]) -> np.ndarray:
+        """Log-probs [R] float32 of a server of ours; ``body``: see `server.score`."""
+        return _unpacked(SCORE, await self._call("POST", SCORE, body, read=self._whole)).inference_logprobs
+
+    async def ask(self, method: str, path: str, body: Any = None) -> Any:
+        """The JSON that a server of another kind answers."""
+        return await self._call(method, path, body)
 
     async def close(self) -> None:
         """Drop all connections; calls in progress fail."""
@@ -191,6 +201,13 @@ class ServerClient:
             body[position : position + len(piece)] = piece
             position += len(piece)
         return body
+
+
+def _unpacked(path: str, reply: memoryview) -> Rollout:
+    try:
+        return unpack(reply)
+    except Damaged as error:
+        raise ServerLost(f"{path}: the answer is damaged: {printable(str(error), ERROR_CHARS)}") from error
 
 
 async def _json(response: aiohttp.ClientResponse) -> Any:

@@ -37,7 +37,7 @@ import numpy as np
 
 from megatron_rl.rollout.generator import RolloutError
 from megatron_rl.rollout.servers.weight_broadcast import GroupError
-from megatron_rl.rollout.servers.wire import GENERATE, LOAD_HEADER, MEDIA_TYPE, SETTINGS, WEIGHTS, Meter, pack
+from megatron_rl.rollout.servers.wire import GENERATE, LOAD_HEADER, MEDIA_TYPE, SCORE, SETTINGS, WEIGHTS, Meter, pack
 from megatron_rl.types import Rollout
 
 ALL = np.iinfo(np.int32).max
@@ -180,6 +180,7 @@ class GuardState:
     replace: Callable[[dict[str, Any], int, bool], Awaitable[dict[str, int]]] | None = None  # `server.replace_weights`
     # `server.sample`
     sample: Callable[[dict[str, Any], Callable[[], bool]], Coroutine[Any, Any, Rollout]] | None = None
+    score: Callable[[dict[str, Any]], Coroutine[Any, Any, Rollout]] | None = None  # `server.score`
     check: Callable[[], Awaitable[None]] | None = None  # raises where the engine is dead
     replacing: asyncio.Lock = field(default_factory=asyncio.Lock)
     version: int | None = None  # open for this policy version; None: closed
@@ -212,6 +213,8 @@ class Guard:
             return await self._replace(receive, send)
         if path == GENERATE:
             return await self._generate(headers.get(VERSION_HEADER, b""), receive, send)
+        if path == SCORE:
+            return await self._score(receive, send)
         if path not in OF_VLLM:
             return await _answer(send, NOT_OFFERED, {"error": f"{path} is not offered; responses come from {GENERATE}"})
         return await self._app(scope, receive, send)
@@ -256,6 +259,16 @@ class Guard:
                 return await _answer(send, FAILED, {"error": f"{type(error).__name__}: {error}"})
             self._change(version, spares=mode != "finish")
         return await _answer(send, 200, {"version": version, **amount})
+
+    async def _score(self, receive: Receive, send: Send) -> None:
+        """Score for a teacher, whether or not the server is open: its weights are those that it started with."""
+        try:
+            answer = await _unless_left(receive, self._state.score(await _body(receive)))
+        except (ValueError, TypeError, KeyError) as error:
+            return await _answer(send, REFUSED, {"error": f"{type(error).__name__}: {error}"})
+        except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is waiting to hear of it
+            return await _answer(send, FAILED, {"error": f"{type(error).__name__}: {error}"})
+        return None if answer is None else await _send_answer(send, answer, self._state.meter.header())
 
     async def _generate(self, wanted: bytes, receive: Receive, send: Send) -> None:
         state, openings = self._state, self._state.openings

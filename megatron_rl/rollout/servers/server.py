@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import os
 import re
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,14 @@ from megatron_rl.process import fp32_products
 from megatron_rl.process.devices import default_device
 from megatron_rl.rollout import process_state
 from megatron_rl.rollout.engine_arguments import runs_eagerly
-from megatron_rl.rollout.generator import RolloutError, sampled_tokens, sampled_with_head, sampling_params
+from megatron_rl.rollout.generator import (
+    RolloutError,
+    prompt_scores,
+    sampled_tokens,
+    sampled_with_head,
+    sampling_params,
+    scoring_params,
+)
 from megatron_rl.rollout.requests import seal_routes
 from megatron_rl.rollout.servers import guard
 from megatron_rl.rollout.servers.guard import UnderWay
@@ -92,6 +100,18 @@ async def sample(
         )
     logprobs = np.asarray(logprobs, np.float32)
     return Rollout("", (), tokens, logprobs, versions, completion.finish_reason, routes, checksums, **heads)
+
+
+async def score(engine: Any, numbers: Iterator[int], body: dict[str, Any]) -> Rollout:
+    """The log-probs of the tokens that ``engine`` reads, as those of a response. Whatever weights it holds answer.
+
+    Body: ``token_ids``; ``first``, from which on they are wanted, at least 1. Raises what `sample` raises.
+    """
+    tokens, first = body["token_ids"], max(1, int(body["first"]))
+    async for output in engine.generate({"prompt_token_ids": tokens}, scoring_params(), f"score-{next(numbers)}"):
+        scored = output
+    logprobs, ids = prompt_scores(scored, first), np.asarray(tokens[first:], np.int32)
+    return Rollout("", (), ids, logprobs, np.zeros(len(ids), np.int32), "stop")
 
 
 async def load(engine: Any, update: dict[str, Any]) -> dict[str, int]:
@@ -173,6 +193,7 @@ async def _serve(recipe: Recipe, device: str, name: str, token: str, listener: s
         guard.STATE.replace = partial(replace_weights, engine, under_way)
         guard.STATE.meter, guard.STATE.check = Meter(engine), engine.check_health
         guard.STATE.sample = partial(sample, engine, under_way, architecture)
+        guard.STATE.score = partial(score, engine, itertools.count())
         guard.STATE.token = token
         published = publish(recipe.run_dir, address)
         print(f"server {name} at {url}, process {os.getpid()}", flush=True)

@@ -24,6 +24,8 @@ import numpy as np
 from megatron_rl.types import Rollout
 
 SETTINGS, WEIGHTS, GENERATE = "/megatron_rl/settings", "/megatron_rl/weights", "/megatron_rl/generate"
+SCORE = "/megatron_rl/score"
+MODELS, COMPLETIONS = "/v1/models", "/v1/completions"  # of other servers, for a teacher's log-probs
 MEDIA_TYPE = "application/octet-stream"
 # A connection that is idle is closed by the trainer, long before the server would: a request that meets a closing one
 # fails unread, and a weight update that fails costs the run a server.
