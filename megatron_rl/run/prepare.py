@@ -110,6 +110,10 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
                     not_read.append(f"data.{kind} {source.path}: {names}")
             except InputError as error:
                 problems.append(f"data.{kind}: {error}")
+    for key, path in second_models(recipe).items():
+        if not path.is_dir():
+            absent.append(f"{key} {path}")
+            problems += [] if offline else [f"{key}: {path}: no such folder; give a checkpoint in Hugging Face layout"]
     refuse_recipe(recipe, problems)
     report = _report(recipe, architecture, world_size)
     if folder_notes:
@@ -238,24 +242,28 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
         yield Prepared(recipe, checked, tokenizer, train, validation, rewarder, report)
 
 
+def second_models(recipe: Recipe) -> dict[str, Path]:
+    """Folders of models beside the policy's, by the keys that name them."""
+    models = {"reference": recipe.reference, **({} if recipe.teacher is None else recipe.teacher.models)}
+    paths = {f"{key}.path": model.path for key, model in models.items() if model is not None}
+    return {key: path for key, path in paths.items() if path not in (None, recipe.model.path)}
+
+
 def check_second_models(recipe: Recipe, tokenizer: Any, vocab_size: int, data_sources: set[str]) -> None:
     """Raise `InputError` where a second model reads other tokens than the policy writes, or teaches nothing."""
-    models = {"reference": recipe.reference, **({} if recipe.teacher is None else recipe.teacher.models)}
     problems = []
-    for key, path in {key: model.path for key, model in models.items() if model is not None}.items():
-        if path is None or path == recipe.model.path:
-            continue
+    for key, path in second_models(recipe).items():
         config, other = read_object(path / "config.json"), load_tokenizer(str(path))
         size = config.get("text_config", config).get("vocab_size")
         if not isinstance(size, int) or size < vocab_size:
             problems.append(
-                f"{key}.path: {path / 'config.json'} has vocab_size {shown(size, 60)}, the policy's {vocab_size}, "
+                f"{key}: {path / 'config.json'} has vocab_size {shown(size, 60)}, the policy's {vocab_size}, "
                 "whose last tokens the second model cannot read; use a model with as many or more"
             )
         elif differing := set(other.get_vocab().items()) ^ set(tokenizer.get_vocab().items()):
             text, number = min(differing, key=lambda pair: pair[::-1])
             problems.append(
-                f"{key}.path: {path} has another tokenizer than the policy's model: {len(differing)} entries differ, "
+                f"{key}: {path} has another tokenizer than the policy's model: {len(differing)} entries differ, "
                 f"the first is {shown(text, 60)} with id {number}; it would read other text than was written; use a "
                 "model of the same tokenizer"
             )
@@ -296,7 +304,11 @@ def report(
 
     ``free_gib``: memory for the comparison of the learner's model with transformers'; None: they are not compared.
     """
-    files = [recipe.model.path, *(Path(source.path) for source in (*recipe.data.train, *recipe.data.validation))]
+    files = [
+        recipe.model.path,
+        *second_models(recipe).values(),
+        *(Path(source.path) for source in (*recipe.data.train, *recipe.data.validation)),
+    ]
     can_tokenize = find_spec("transformers") is not None
     if offline and not (can_tokenize and all(path.exists() for path in files)):
         lines = check_recipe(recipe, world_size, offline=True).report
