@@ -254,10 +254,13 @@ class RecipeSections(Section):
     def scored_by_learner(self) -> dict[str, Path | None]:
         """The folders of the models that score tokens on the learner's ranks, by the field of `Rollout` that they fill;
         None: the policy without its adapters."""
-        if self.reference is None:
-            return {}
-        is_policy = self.reference.path is None and self.learner.lora is not None
-        return {"reference_logprobs": None if is_policy else self.reference.path or self.model.path}
+        folders: dict[str, Path | None] = {}
+        if self.reference is not None:
+            is_policy = self.reference.path is None and self.learner.lora is not None
+            folders["reference_logprobs"] = None if is_policy else self.reference.path or self.model.path
+        if self.teacher is not None and self.teacher.engine == "learner":
+            folders["teacher_logprobs"] = self.teacher.path or self.model.path
+        return folders
 
     @property
     def makes_old_logprobs(self) -> bool:

@@ -23,6 +23,7 @@ from megatron_rl.config.model_rules import (
     contract,
     cpu_problems,
     cuda_problems,
+    layout_problems,
     model_problems,
     refuse_recipe,
     smallest_world,
@@ -114,6 +115,9 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
         if not path.is_dir():
             absent.append(f"{key} {path}")
             problems += [] if offline else [f"{key}: {path}: no such folder; give a checkpoint in Hugging Face layout"]
+        elif _is_on_learner(recipe, key):
+            fits = layout_problems(recipe.learner.parallel, read_architecture(path), world_size)
+            problems += [f"{key}: {path}: {problem}" for problem in fits]
     refuse_recipe(recipe, problems)
     report = _report(recipe, architecture, world_size)
     if folder_notes:
@@ -249,16 +253,22 @@ def second_models(recipe: Recipe) -> dict[str, Path]:
     return {key: path for key, path in paths.items() if path not in (None, recipe.model.path)}
 
 
+def _is_on_learner(recipe: Recipe, key: str) -> bool:
+    """Whether the learner's ranks hold the second model that ``key`` names."""
+    return key == "reference.path" or (key == "teacher.path" and recipe.teacher.engine == "learner")
+
+
 def check_second_models(recipe: Recipe, tokenizer: Any, vocab_size: int, data_sources: set[str]) -> None:
     """Raise `InputError` where a second model reads other tokens than the policy writes, or teaches nothing."""
     problems = []
     for key, path in second_models(recipe).items():
         config, other = read_object(path / "config.json"), load_tokenizer(str(path))
         size = config.get("text_config", config).get("vocab_size")
-        if not isinstance(size, int) or size < vocab_size:
+        exactly = _is_on_learner(recipe, key)
+        if not isinstance(size, int) or size < vocab_size or (exactly and size > vocab_size):
             problems.append(
-                f"{key}: {path / 'config.json'} has vocab_size {shown(size, 60)}, the policy's {vocab_size}, "
-                "whose last tokens the second model cannot read; use a model with as many or more"
+                f"{key}: {path / 'config.json'} has vocab_size {shown(size, 60)}, the policy's {vocab_size}; use a "
+                f"model with as many{'' if exactly else ' or more, which can read all tokens of the policy'}"
             )
         elif differing := set(other.get_vocab().items()) ^ set(tokenizer.get_vocab().items()):
             text, number = min(differing, key=lambda pair: pair[::-1])
