@@ -258,6 +258,12 @@ monitor.sinks @project               | trainer.project_name=verl_examples | --wa
     | logger.wandb.project=nemo-rl
 monitor.sinks.wandb.entity @entity   | | --wandb-team |
 monitor.sinks.wandb.group @group     | | --wandb-group |
+teacher @teaches                     | distillation.enabled | --use-opd |
+teacher.path @teacher                | distillation.teacher_model.model_path | --opd-teacher-load |
+teacher.weight @teacher_weight       | distillation.distillation_loss.distillation_loss_coef=1.0 | --opd-kl-coef=1.0 |
+teacher.engine @teacher_kind         | | --opd-type |
+- @distils_by                        | distillation.distillation_loss.loss_mode=k3 | |
+- @distils_by_policy                 | distillation.distillation_loss.use_policy_gradient=false | |
 """
 
 WITHOUT = """
@@ -340,7 +346,7 @@ your function is not called | | --custom-* --rollout-function-path --data-source
     *-process-path |
 there is no multi-token prediction | | --mtp-* --enable-mtp-* |
 no such mode of the learner; docs/exact.md has what is bit for bit here | | --deterministic-mode |
-there is no teacher: the advantage lacks its term | | --use-opd --opd-* |
+a teacher is a folder in Hugging Face layout, or a server | distillation.* | --opd-* | on_policy_distillation.*
 rollout.stop_token_ids has token ids; texts do not stop a response
     | | --rollout-stop*
     | gen.stop_strings gen.stop_token_ids

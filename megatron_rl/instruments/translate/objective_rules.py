@@ -43,6 +43,7 @@ def objective(t: Translation) -> None:
             )
         else:
             t.lose("centered", "scores are not centred: that needs policy term reinforce, and weights of single tokens")
+    _teacher(t)
     _divergence(t)
 
 
@@ -88,6 +89,23 @@ def _kl_type(name: str) -> str:
     ours = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(base, base)
     plain = ours if ours in ("k1", "k2", "k3") else ""
     return plain + plus * (plain in ("k1", "k3"))
+
+
+def _teacher(t: Translation) -> None:
+    """slime subtracts from advantages as here; verl does where its distillation is a policy gradient of log-ratios."""
+    if t["teaches"] is not True:
+        return
+    if t.project == "verl" and not (t["distils_by_policy"] is True and t["distils_by"] in ("kl", "k1")):
+        t.lose("teaches", "nothing is distilled: here a teacher lowers advantages, as k1 does by policy gradient")
+        return
+    cut = (t.ours("rollout.top_p") or 1) < 1 or bool(t.ours("rollout.top_k"))
+    drops = any(item["mode"] == "opsm" for item in t.ours("objective.correction") or ())
+    if cut or drops or t.ours("batch.filter_groups"):
+        t.lose("teaches", "there is no teacher: it goes with no top-p, top-k, filter of groups or opsm")
+        return
+    t.put("teacher.engine", "learner", "" if t["teacher_kind"] == "megatron" else "in the place of a server of theirs")
+    t.guess("teacher.path", t.path_of("teacher", "TEACHER") or "TEACHER", "give its folder in Hugging Face layout")
+    t.put("teacher.weight", real(t["teacher_weight"]))
 
 
 def _advantage(t: Translation) -> None:

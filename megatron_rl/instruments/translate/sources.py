@@ -23,7 +23,7 @@ from megatron_rl.instruments.translate.shell import Script, read_script, readabl
 from megatron_rl.instruments.translate.translation import Source
 
 DEEPEST = 16  # files that inherit from each other, and references that lead to references
-VERL = ("actor_rollout_ref", "algorithm", "trainer", "data", "reward", "reward_model", "critic")
+VERL = ("actor_rollout_ref", "algorithm", "trainer", "data", "reward", "reward_model", "critic", "distillation")
 _OVERRIDE = re.compile(rf"\+*({'|'.join(VERL)}|custom_reward_function|ray_kwargs|model_engine|async_training)[\w.]*=")
 
 

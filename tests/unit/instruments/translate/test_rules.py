@@ -72,6 +72,18 @@ def translated(folder, project, words=""):
 
 
 CASES = [
+    ("slime", "--use-opd --opd-type sglang --opd-kl-coef 0.5",
+     {"teacher": {"engine": "learner", "path": "TEACHER", "weight": 0.5}, "guessed": ["teacher.path"]}),
+    ("slime", "--use-opd --opd-type megatron --opd-teacher-load /t",
+     {"teacher": {"engine": "learner", "path": "/t", "weight": 1.0}, "guessed": ["teacher.path"]}),
+    ("slime", "--use-opd --opd-type sglang --rollout-top-p 0.9", {"teacher": None, "lost": ["--use-opd"]}),
+    ("slime", "--opd-kl-coef 0.5", {"teacher": None}),
+    *(("verl", "distillation.enabled=True distillation.teacher_model.model_path=Qwen/Qwen3-32B "
+       + " ".join(f"distillation.distillation_loss.{word}" for word in words.split()), expected)
+      for words, expected in (
+          ("loss_mode=k1 use_policy_gradient=True",
+           {"teacher": {"engine": "learner", "path": "Qwen/Qwen3-32B", "weight": 1.0}}),
+          ("loss_mode=k3", {"teacher": None, "lost": ["distillation.enabled"]}))),
     ("verl", "", {
         "name": "run-4n8g", "batch.prompts": 128, "batch.minibatches": 4, "rollout.num_samples": 8, "num_epochs": 3,
         "learner.max_tokens_per_microbatch": 2 * 10240,  # of the two ranks of context parallelism
