@@ -38,6 +38,7 @@ VALIDATION = (r"val/reward/mean", r"val/.+/(avg|pass)@\d+")
 PANELS = (
     Panel("reward", ("critic/rewards/mean",)),
     Panel("validation", VALIDATION),
+    Panel("KL to the teacher", ("teacher/kl",)),
     Panel("response length", ("response_length/mean",)),
     Panel("mismatch: std of rho", ("mismatch/rho_std",), is_log=True),
     Panel("k3 KL, engine to learner", ("rollout_corr/k3_kl",), is_log=True),
