@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import model_validator
 
 from megatron_rl.config.learner import ParallelConfig, ScheduleConfig, fp32_products
-from megatron_rl.config.second_model import teacher_problems
 from megatron_rl.config.sections import BatchConfig, RecipeSections
+from megatron_rl.config.teacher_rules import teacher_problems
 
 
 def section_problems(recipe: RecipeSections) -> list[str]:

@@ -1,0 +1,67 @@
+"""The rules between the section `teacher` and the others."""
+
+from __future__ import annotations
+
+from megatron_rl.config.second_model import TeacherModelConfig
+from megatron_rl.config.sections import RecipeSections
+
+
+def teacher_problems(recipe: RecipeSections) -> list[str]:
+    """Why a teacher cannot teach, or something else of ``recipe`` cannot be had beside one; empty where all fits."""
+    teacher, objective = recipe.teacher, recipe.objective
+    teaches = teacher is not None and teacher.weight > 0
+    problems = []
+    if objective.advantage == "none" and not teaches:
+        problems.append(
+            "objective.advantage: none without a teacher that has a weight: every advantage would be 0; set teacher, "
+            "or another advantage"
+        )
+    for key, model in ({} if teacher is None else teacher.models).items():
+        problems += _model_problems(recipe, model, f"{key}.engine: {model.engine}")
+    if not teaches:
+        return problems
+    beside = {
+        "batch.filter_groups: true": (recipe.batch.filter_groups, "groups with equal rewards teach, too; use false"),
+        "objective.advantage: min_variance": (
+            objective.advantage == "min_variance",
+            "its baseline is best for one advantage a response; use another",
+        ),
+        "objective.correction: opsm": (
+            any(item.mode == "opsm" for item in objective.correction),
+            "it drops responses by the sign of their advantage, which differs from token to token; leave it out",
+        ),
+        "acceptance: set": (recipe.acceptance is not None, "it judges updates by rewards alone; use null"),
+    }
+    problems += [
+        f"{key} with teacher.weight {teacher.weight:g}: {why}" for key, (is_set, why) in beside.items() if is_set
+    ]
+    return problems
+
+
+def _model_problems(recipe: RecipeSections, model: TeacherModelConfig, named: str) -> list[str]:
+    """Why the engine of one teacher cannot score what is sampled."""
+    rollout, problems = recipe.rollout, []
+    on_learner = model.engine == "learner"
+    if rollout.temperature != 1 and not on_learner:
+        problems.append(
+            f"rollout.temperature: {rollout.temperature:g} with {named}, which scores at temperature 1: the difference "
+            "would be of two temperatures; use 1, or engine: learner"
+        )
+    if (rollout.top_p < 1 or rollout.top_k) and not (on_learner and rollout.kept_sets):
+        problems.append(
+            f"rollout.top_p: {rollout.top_p:g}, top_k: {rollout.top_k} with {named}: the student's log-prob would be "
+            "over the tokens that were kept and the teacher's over all; use top_p: 1 and top_k: 0, or engine: learner "
+            "with rollout.kept_sets"
+        )
+    if model.engine != "vllm":
+        return problems
+    if rollout.engine == "exact":
+        problems.append(f"{named} with rollout.engine exact, whose process has no vLLM; use vllm_server or learner")
+    if rollout.tensor_parallel > 1 and rollout.engine == "vllm":
+        problems.append(
+            f"{named} with rollout.tensor_parallel {rollout.tensor_parallel}: an engine for each rank, which vLLM does "
+            "not have beside one of several; use 1, or vllm_server"
+        )
+    if "tf32" in (recipe.learner.dtype, rollout.dtype):
+        problems.append(f"{named} with dtype tf32: one process multiplies all fp32 matrices alike; use vllm_server")
+    return problems
