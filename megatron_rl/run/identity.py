@@ -41,6 +41,7 @@ MAY_CHANGE = (
     "run_root",
     "model.path",
     "reference.path",
+    "teacher.addresses",
     "data.train",
     "data.validation",
     # How long the run is. `_moves_the_schedule` has the exception.
@@ -174,17 +175,22 @@ class Comparison:
 
 
 def contents(recipe: Recipe, train: Sequence[Prompt], validation: Sequence[Prompt]) -> dict[str, Any]:
-    """What the files hold that the recipe names: model without its weights, a reference policy with them, prompts,
-    functions of the reward, the rollout and the objective.
+    """What the files hold that the recipe names: model without its weights, other models with them, prompts, functions
+    of the reward, the rollout and the objective.
 
     The model's weights are left out, because a resumed run has its own.
     """
     rewards = {recipe.reward.name, *recipe.reward.by_source.values()}
+    teachers = {} if recipe.teacher is None else recipe.teacher.models
+    teachers = {
+        key: model.path or recipe.model.path for key, model in teachers.items() if model.engine != "vllm_server"
+    }
     return {
         "model": {name: _model_file(recipe.model.path / name) for name in _MODEL_FILES},
         "data": {"train": prompts_digest(train), "validation": prompts_digest(validation)},
         "reward": _files_of(rewards),
         **({} if recipe.reference is None else {"reference": _weights(recipe.reference.path or recipe.model.path)}),
+        **({"teacher": {key: _weights(path) for key, path in teachers.items()}} if teachers else {}),
         **({"rollout": _files_of([function])} if (function := recipe.rollout.function) else {}),
         **({"objective": own} if (own := _files_of(user_functions(recipe.objective))) else {}),
     }

@@ -232,8 +232,9 @@ def compare(
 
 def _with_model(recipe: Recipe, path: Path) -> Recipe:
     changes = {"model": {"path": str(path)}}
-    if recipe.reference is not None and recipe.reference.path is None:
-        changes["reference"] = {"path": str(recipe.model.path)}  # it is what the run started from
+    for name, other in (("reference", recipe.reference), ("teacher", recipe.teacher)):
+        if other is not None and other.path is None:
+            changes[name] = {"path": str(recipe.model.path)}  # it is what the run started from
     return changed_recipe(recipe, changes)
 
 

@@ -104,6 +104,10 @@ def test_a_reference_with_other_weights_is_noticed(tmp_path):
     other = contents(MODEL, reference={"path": str(tmp_path / "trained")})
     assert other == contents(tmp_path / "trained", reference={}) != first
     assert contents(tmp_path / "trained") == contents(MODEL) == {k: v for k, v in first.items() if k != "reference"}
+    of_teacher = [contents(MODEL, teacher={"path": str(tmp_path / name)})["teacher"] for name in ("moved", "trained")]
+    assert of_teacher[0] == contents(MODEL, teacher={})["teacher"] != of_teacher[1]
+    served = {"engine": "vllm_server", "path": str(MODEL), "addresses": ["http://10.0.0.5:8000"]}
+    assert "teacher" not in contents(MODEL, teacher=served)
 
 
 @pytest.mark.parametrize("text", ["", "many", "7 steps"])

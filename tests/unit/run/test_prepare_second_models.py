@@ -81,7 +81,7 @@ def test_a_teacher_of_no_prompt_is_named():
 def test_a_folder_that_is_not_there_is_named():
     recipe = tiny_recipe(teacher={"path": "nowhere"}, reference={"path": "nor/here"})
     with pytest.raises(
-        InputError, match="reference.path: nor/here: no such folder.*\n.*teacher.path: nowhere: no such"
+        InputError, match=r"reference.path: nor/here: no such folder.*\n.*teacher.path: nowhere: no such"
     ):
         check_recipe(recipe)
     assert "teacher.path nowhere" in dict(report(recipe, None, offline=True))["not here"]
