@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout import RolloutError, Sampling
 from megatron_rl.rollout.conversation import load_talk
+from megatron_rl.rollout.scoring import ServerScorer
 from megatron_rl.rollout.servers.client import ServerClient
 from megatron_rl.rollout.servers.dispatch import TalkLoop
 from megatron_rl.rollout.servers.generator import ServerGenerator
@@ -74,6 +75,18 @@ class TestTwoServers:
         engine = VllmGenerator(config, checkpoint, max_prompt_length=16, record_routes=True)
         yield engine
         engine.close()
+
+    def test_a_server_scores_for_a_teacher_what_it_sampled(self, generator, run_dir, monkeypatch):
+        """Before its weights change. Its own log-probs, but for the rounding of a pass over all places at once."""
+        groups = generator.rollout(prompts(8), 4, policy_version=0, step=0)
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        addresses = [json.loads(file.read_text())["url"] for file in folder(run_dir).glob("*.json")]
+        monkeypatch.setenv("MRL_SERVER_TOKEN", TOKEN)
+        got = np.concatenate(ServerScorer(addresses, 39, 60.0, at_once=8).score(rollouts))
+        bound = 2 * rounding_bound(groups, Sampling(ROLLOUT["max_response_length"]))
+        assert np.abs(got - np.concatenate(flat(groups, "inference_logprobs"))).max() <= bound
+        with pytest.raises(RolloutError, match="takes 40 tokens; it needs 41"):
+            ServerScorer(addresses, 40, 60.0, at_once=8)
 
     def test_updated_servers_equal_a_fresh_engine(self, generator, fresh):
         initial = generator.rollout(prompts(8), 4, policy_version=0, step=0)

@@ -33,10 +33,12 @@ def tiny_recipe(**sections: Any) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def stored_rollouts(step: int, num_sequences: int = 24, minibatches: int = 1, head: int = 0) -> Batch:
+def stored_rollouts(
+    step: int, num_sequences: int = 24, minibatches: int = 1, head: int = 0, teacher: bool = False
+) -> Batch:
     """A batch of random sequences of mixed length that every layout can reproduce from ``step`` alone.
 
-    ``head``: tokens of a head that each response token has, of random mass.
+    ``head``: tokens of a head that each response token has, of random mass. ``teacher``: with random log-probs of one.
     """
     random = np.random.default_rng(step)
     sequences = []
@@ -54,6 +56,9 @@ def stored_rollouts(step: int, num_sequences: int = 24, minibatches: int = 1, he
                 policy_versions=np.zeros(response, dtype=np.int32),
             )
         )
+        if teacher:
+            taus = np.random.default_rng([step, i]).normal(-3.0, 1.0, response).clip(max=-0.01)
+            sequences[-1].teacher_logprobs = taus.astype(np.float32)
         if head:
             other, s = np.random.default_rng([step, i]), sequences[-1]
             s.head_tokens = np.stack([other.permutation(128)[:head] for _ in range(response)]).astype(np.int32)

@@ -18,7 +18,8 @@ def train_on_stored_rollouts(
     """Losses, gradient norms and metrics of the first steps, log-probs after them, and the weights they end in."""
     learner = Learner(tiny_recipe(batch={"minibatches": minibatches}, **sections))
     before = learner.compute_logprobs(stored_rollouts(100))
-    metrics = [learner.update(stored_rollouts(step, minibatches=minibatches, head=head)) for step in range(num_steps)]
+    options = {"minibatches": minibatches, "head": head, "teacher": learner.recipe.teacher is not None}
+    metrics = [learner.update(stored_rollouts(step, **options)) for step in range(num_steps)]
     after = learner.compute_logprobs(stored_rollouts(100))
     weights = {name: tensor.float().clone() for name, tensor in learner.export_weights()}
     return {"metrics": metrics, "before": before, "after": after, "weights": weights}
