@@ -85,9 +85,17 @@ def test_a_reference_may_move_but_not_begin():
     assert changed({}, {"reference": {}})[1] == ["reference: null → absent"]
 
 
+def test_the_servers_of_a_teacher_may_move():
+    there, elsewhere = (
+        {"teacher": {"engine": "vllm_server", "path": "/m", "addresses": [f"http://{host}:1"]}} for host in "ab"
+    )
+    assert changed(there, elsewhere) == (["teacher.addresses: ['http://a:1'] → ['http://b:1']"], [])
+    assert changed(there, {"teacher": there["teacher"] | {"path": "/n"}}) == ([], ["teacher.path: /m → /n"])
+
+
 def test_every_key_that_may_change_exists():
     """A pattern that matches no key would be a promise about nothing."""
-    keys = {change.key for change in differences({}, values(reference={}))}
+    keys = {change.key for change in differences({}, values(reference={}, teacher={}))}
     assert [pattern for pattern in MAY_CHANGE if not any(fnmatchcase(key, pattern) for key in keys)] == []
 
 
