@@ -129,9 +129,7 @@ UNDO = (
         "unrounded",
         ("rounding",),
         _values(
-            rollout__quantization__weights=None,
-            rollout__quantization__block=None,
-            rollout__quantization__kv_cache=None,
+            rollout__quantization__weights=None, rollout__quantization__block=None, rollout__quantization__kv_cache=None
         ),
     ),
     Undo("no-dose", ("dose of mismatch",), _values(exact__noise=None, exact__noise_std=0.0)),

@@ -329,23 +329,12 @@ def plan_branch(
     loss = loss_of(records, begin, steps, outcome)
     is_change = [e.kind == "recipe" and e.weight != "none" and e.step == finding.changed_at for e in finding.history]
     changed = undoing([event for event, decides in zip(finding.history, is_change, strict=True) if decides])
-    suspected = [s for s in finding.suspects if not (changed and s.name.startswith(CHANGE))]
-    suspects = [name for suspect in suspected for name in suspect.causes or (suspect.name,)]
+    suspects = [name for s in finding.suspects for name in s.causes if not (changed and name.startswith(CHANGE))]
     names = None if wanted is None else [name for name in wanted if name not in {arm.name for arm in changed}]
     chosen, left_out = arms_of(recipe, suspects, names)
     chosen = [*(arm for arm in changed if wanted is None or arm.name in wanted), *chosen, *own]
-    draft = Branch(
-        make_study(recipe, base, chosen, seeds, loss, begin, steps),
-        base,
-        begin,
-        directory.root,
-        recipe,
-        checkpoint,
-        steps,
-        onset,
-        loss,
-        tuple(chosen),
-    )
+    study, arms = make_study(recipe, base, chosen, seeds, loss, begin, steps), tuple(chosen)
+    draft = Branch(study, base, begin, directory.root, recipe, checkpoint, steps, onset, loss, arms)
     refused = _refused(draft)
     if names := [arm.name for arm in own if arm.name in refused]:
         raise InputError(f"--arm {names[0]}: {refused[names[0]]}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -16,9 +17,8 @@ Recipe = Mapping[str, Any]
 FIRST = 10  # records that say what a run was like at its start
 UP, DOWN = True, False
 HIGHEST = 0.9  # rates above this share of the highest one count as the highest
-UPDATE, KL, RHO, AGE = "noise/relative_update", "actor/ppo_kl", "mismatch/rho_std", "rollout/staleness_mean"
-GRADIENT, ENTROPY = "actor/grad_norm", "actor/entropy"
-LENGTH, CUT = "response_length/mean", "response_length/clip_ratio"
+UPDATE, KL, RHO = "noise/relative_update", "actor/ppo_kl", "mismatch/rho_std"
+ENTROPY, LENGTH, CUT = "actor/entropy", "response_length/mean", "response_length/clip_ratio"
 POLICY = (REWARD, HELD_OUT, ENTROPY, LENGTH, CUT)  # what a first policy does
 
 # Of tiny models: above what all healthy runs have, rounded up.
@@ -37,28 +37,55 @@ class Seen:
     test: tuple[str, ...] = ()
     always: bool = False  # not a constant of the run: something happened at a step
     own: Change | None = None  # what happened
+    name: str = ""  # of what may look like this, where that is more than the row of the table
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """One possible cause. ``keys``: of the recipe; ``test``: overrides that undo it; ``apart``: what tells it from its
+    neighbours. ``excess``: how far its number is above what counts, weighed; no probability. ``own``: the departure it
+    is suspected for, None for a constant; ``is_last``: another one comes before it. ``causes``: rows of the table, of
+    which ``name`` is made where metrics do not tell them apart.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    observation: str
+    excess: float
+    supports: tuple[str, ...] = ()
+    contradicts: tuple[str, ...] = ()
+    test: tuple[str, ...] = ()
+    apart: str = ""
+    own: Change | None = None
+    is_last: bool = False
+    causes: tuple[str, ...] = ()
 
 
 @dataclass
 class Case:
-    """A run as the causes see it. ``changed``: the keys that were changed before the sign."""
+    """A run as the causes see it. ``changed``: the keys that were changed before the sign.
+    ``is_explained``: whether the first departure follows such a change at once.
+    """
 
     records: Records
     recipe: Recipe
     sign: int | None = None
     changes: Sequence[Change] = ()
     changed: Sequence[str] = ()
+    is_explained: bool = False
 
     @property
     def until_sign(self) -> Records:
         """The records up to the sign, and the five after it."""
-        num = sum(self.sign is None or record["step"] <= self.sign for record in self.records)
-        return self.records[: num + 5]
+        return self.records[: len(self.up_to(self.sign)) + 5]
+
+    def up_to(self, step: int | None) -> Records:
+        """The records up to a step, or all."""
+        return [record for record in self.records if step is None or record["step"] <= step]
 
     def values(self, metric: str, until: int | None = None) -> list[float]:
         """The metric where it is there and finite, of the steps up to ``until``."""
-        rows = [r for r in self.records if metric in r and (until is None or r["step"] <= until)]
-        return [float(r[metric]) for r in rows if math.isfinite(r[metric])]
+        return [float(r[metric]) for r in self.up_to(until) if math.isfinite(r.get(metric, math.nan))]
 
     def first(self, metric: str) -> float | None:
         """The median of the first records."""
@@ -80,6 +107,11 @@ class Case:
         return Case([r for r in self.records if r.get("actor/lr", highest) >= HIGHEST * highest], {}).first(metric)
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether records are so far apart that what happens by and by seems to happen at once."""
+        return median(b["step"] - a["step"] for a, b in pairwise(self.records)) > AFTER if self.records[1:] else False
+
+    @property
     def samples_moved(self) -> bool:
         """Whether what the policy writes or earns is among the first departures."""
         return any(self.departed(metric) for metric in (REWARD, LENGTH, CUT))
@@ -99,29 +131,37 @@ class Case:
         """The departure of ``metric`` (in this direction), if it is up to the sign and among the first of all."""
         if self.sign is None:
             return None
-        onset = min((change.step for change in self.changes if change.step <= self.sign), default=self.sign)
-        steps = sorted({int(record["step"]) for record in self.records})
-        last = min(self.sign, next((s for s in steps[steps.index(onset) + AFTER :]), self.sign))
-        ways = (up,) if up is not None else (UP, DOWN)
-        fits = (c for c in self.changes if c.metric == metric and (c.after > c.before) in ways)
-        return next((c for c in fits if c.step <= (self.sign if c.is_foreign else last)), None)
+        steps = sorted({int(record["step"]) for record in self.records if record["step"] > self.sign})
+        ends = (self.sign, *steps[AFTER - 1 : AFTER])  # a slow departure may be seen a little later than its sign
+        early = next(filter(None, ([c for c in self.changes if c.step <= end] for end in ends)), [])
+        # What departs first of all, and what jumps first of all that a policy can make.
+        onsets = (*early[:1], *[c for c in early if c.is_jump and not c.is_foreign][:1])
+        fits = [c for c in early if c.metric == metric and up in (None, c.after > c.before)]
+        fits = [c for c in fits if c.is_foreign or any(0 <= self.between(onset, c) <= AFTER for onset in onsets)]
+        return next((c for c in fits if c.is_jump), next(iter(fits), None))
+
+    def between(self, one: Change, other: Change) -> int:
+        """How many records the first one is ahead of the other; below 0 where it is behind."""
+        first, last = sorted((one.step, other.step))
+        num = len({record["step"] for record in self.records if first <= record["step"] < last})
+        return num if one.step <= other.step else -num
 
     def upstream(self, own: Change) -> Change | None:
         """The departure that comes before ``own``: earlier by more than `AFTER` records or by a jump, else in a step.
 
         What a policy does by and by comes before nothing that departs together with it.
         """
-        steps = sorted({int(record["step"]) for record in self.records})
-
-        def is_earlier(one: Change, other: Change) -> bool:
-            between = sum(one.step <= step < other.step for step in steps)
-            return between > AFTER or (between > 0 and one.margin >= JUMP and one.at_once)
 
         def comes_before(change: Change) -> bool:
-            if change.metric == own.metric or is_earlier(own, change) or (own.is_foreign and not change.is_foreign):
+            earlier = self.between(change, own)
+            if change.metric == own.metric or (own.is_foreign and not change.is_foreign):
                 return False
+            if -earlier > AFTER * (not self.is_sparse) or (earlier < 0 and own.is_jump):
+                return False
+            is_weak = change.margin < JUMP and own.is_jump  # chance, or too little for what came
             at_once = change.at_once or change.metric in FAILURES
-            return is_earlier(change, own) or (change.stage < own.stage and at_once)
+            is_earlier = earlier > 0 and (change.is_jump or (earlier > AFTER and not is_weak))
+            return is_earlier or (change.stage < own.stage and at_once)
 
         return next(filter(comes_before, self.changes), None)
 
@@ -129,3 +169,30 @@ class Case:
 def two(value: float) -> str:
     """Return two digits of a number: 250, where `.2g` has 2.5e+02."""
     return f"{float(f'{value:.2g}'):g}"
+
+
+def share_moved(rows: Records, at: int, metric: str) -> float:
+    values = [float(r.get(metric, math.nan)) for r in rows]
+    return abs(sum(values[at : at + 3]) / max(sum(values[at - 3 : at]), 1e-9) - 1)
+
+
+def largest_fall(means: Sequence[float]) -> tuple[float, int]:
+    """The largest fall between two neighbouring stretches of three, as a share of the range so far; its place.
+
+    The range is from 0, or from the lowest value where that is less, to the best stretch. A fall within the noise of
+    single steps is none.
+    """
+    best, largest, place = -math.inf, 0.0, 0
+    for at in range(3, len(means) - 2):
+        before, after = sum(means[at - 3 : at]) / 3, sum(means[at : at + 3]) / 3
+        best = max(best, before)
+        size = best - min(0.0, *means[: at + 3])
+        noise = median(abs(b - a) for a, b in pairwise(means[:at]))
+        if size > 0 and before - after > 2 * noise and (before - after) / size > largest:
+            largest, place = (before - after) / size, at
+    return largest, place
+
+
+def highest(values: Sequence[float]) -> float:
+    """The highest median of five neighbours."""
+    return max((median(values[i : i + 5]) for i in range(len(values) - 4)), default=0.0)

@@ -6,26 +6,23 @@ of which nothing was changed: the constants are from tiny models, and a number t
 speaks against its cause.
 
 One rule ranks them. A departure that another one comes before (`Case.upstream`) is an effect, and stands last. So does
-what was there before the policy, its engine or its judge departed at once, but where updates are large. Causes whose
-departures are of one stage of a step are one line: metrics do not tell them apart.
+what was there before the policy, its engine or its judge departed at once, but where updates are large. What metrics
+do not tell apart is one line: departures of one stage of a step, or one by and by and what was there from the start.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import median
 
 from megatron_rl.config.monitor import level_rules, mismatch_has_updates
 from megatron_rl.instruments.why.case import (
-    AGE,
     CUT,
     DOWN,
     ENTROPY,
     FIRST,
-    GRADIENT,
     KL,
     LENGTH,
     RHO,
@@ -35,13 +32,18 @@ from megatron_rl.instruments.why.case import (
     UPDATE,
     Case,
     Seen,
+    Suspect,
+    highest,
+    largest_fall,
+    share_moved,
     two,
 )
-from megatron_rl.instruments.why.departures import AFTER, FAILURES, FOREIGN, JUMP, WATCHED, Change, Records
+from megatron_rl.instruments.why.departures import AFTER, FAILURES, FOREIGN, JUMP, WATCHED, Change
 from megatron_rl.monitor.alarms import HELD_OUT, REWARD, learned_by_heart
 
 DIRECTIONS = {metric: watched.direction >= 0 for metric, watched in WATCHED.items()}
 STRONGEST = 10.0  # a departure counts no more than this many times the least one
+STRONG = 2.0  # a constant this many times above what is safe is no tie
 OPEN = 1.6  # weight of a cause that is seen only by what is not
 FALLS = WATCHED[REWARD].stage
 
@@ -52,47 +54,38 @@ SAFE_STALENESS = 1  # steps
 SAFE_RHO = 0.03  # before anything was learned: bf16
 SAFE_FALL = 0.25  # share of the reward that is lost from one step to the next
 SAFE_SKIPPED = 0.05  # share of updates that are skipped
-SAFE_LENGTH = 1.5  # times the length of the first steps
+SAFE_LENGTH = 1.6  # times the length of the first steps
 SAFE_TRUNCATED = 0.25  # share of responses at the length limit
 SAFE_CLIP = 0.4  # widest clip range of a policy term
 SAFE_GAP = 1.5  # held-out over training reward, of the same policy
 SAFE_FLIPS = 0.05  # share of rows that both engines route differently
+SILENT = 5  # records up to the sign without any signal
 SAFE_COPIES = 0.05  # share of the groups that earn all, and of those that earn nothing, where no group earns a part
 SAFE_TEMPERATURE = 1.25  # and its inverse
 
 
-@dataclass(frozen=True)
-class Suspect:
-    """One possible cause. ``keys``: of the recipe; ``test``: overrides that undo it; ``apart``: what tells it from its
-    neighbours. ``excess``: how far its number is above what counts, weighed; no probability. ``own``: the departure it
-    is suspected for, None for a constant; ``is_last``: another one comes before it. ``causes``: rows of the table, of
-    which ``name`` is made where metrics do not tell them apart.
-    """
-
-    name: str
-    keys: tuple[str, ...]
-    observation: str
-    excess: float
-    supports: tuple[str, ...] = ()
-    contradicts: tuple[str, ...] = ()
-    test: tuple[str, ...] = ()
-    apart: str = ""
-    own: Change | None = None
-    is_last: bool = False
-    causes: tuple[str, ...] = ()
+def _over_adam(case: Case) -> tuple[float, str]:
+    """How far weights move beyond what Adam's step can be, and that as text."""
+    rows = [(r.get("noise/update_rms", 0.0), r.get("actor/lr", 0.0)) for r in case.up_to(case.sign)]
+    ratios = sorted(moved / rate for moved, rate in rows if rate > 0 and 0 < moved < math.inf)
+    first, second = (float(case.setting(f"learner.optimizer.beta{n}", usual)) for n, usual in ((1, 0.9), (2, 0.95)))
+    bound = max(1.0, (1 - first) / math.sqrt(max(1 - second, 1e-9)))  # of a gradient that is there in one step only
+    ratio = min(ratios[-2:], default=0.0)
+    text = f"a weight moves by {two(ratio)} times the rate in an update, and Adam's step is {two(bound)} at most"
+    return ratio / bound / SAFE_STEP, f"{text}: weight decay, or moments that are not kept"
 
 
 def _optimizer(case: Case) -> Seen | None:
-    """Weights that move further than Adam's step, which is the rate or less."""
-    moved, rate = case.at_the_highest_rate("noise/update_rms"), case.at_the_highest_rate("actor/lr")
-    if not moved or not rate:
-        return None
-    text = f"a weight moves by {moved / rate:.2g} times the rate in an update, and Adam's step is the rate at most"
-    return Seen(moved / rate / SAFE_STEP, f"{text}: weight decay, or moments that are not kept", always=True)
+    """Weights that move further than Adam's step can be, or than they did at the same rate."""
+    (excess, text), own = _over_adam(case), case.departed(UPDATE, UP)
+    is_known = case.is_explained or case.departed("actor/lr") or not case.values("actor/lr")
+    if excess <= 1 and own and not (is_known or case.upstream(own)):
+        excess, text = OPEN, f"{_goes(own)}, at the same rate: gradients that add up, moments that are not kept"
+    return Seen(excess, text, always=True, own=own)
 
 
 def _rate(case: Case) -> Seen | None:
-    if (beyond := _optimizer(case)) and beyond.excess > 1:
+    if _over_adam(case)[0] > 1:
         return None
     kl, size = case.at_the_highest_rate(KL) or 0.0, case.at_the_highest_rate(UPDATE)
     supports = (f"{KL} is {kl:.2g}",) if kl > SAFE_KL else ()
@@ -126,7 +119,7 @@ def _clip(case: Case) -> Seen | None:
 
 
 def _staleness(case: Case) -> Seen | None:
-    ages = case.values(AGE)
+    ages = case.values("rollout/staleness_mean")
     steps = float(case.setting("rollout.max_staleness", max(ages, default=0)))
     measured = f"{max(ages):.2g} on average at most" if ages else "not measured"
     text = f"responses are sampled from weights up to {steps:g} steps old ({measured})"
@@ -175,27 +168,35 @@ def _reward(case: Case) -> Seen | None:
     signal = case.values("groups/no_signal_frac")[:3]
     if signal and median(signal) > 0.9 and not _copies(case):
         return Seen(median(signal) / 0.1, f"from the start all rewards are equal in {median(signal):.0%} of the groups")
-    if not case.changed and (first := case.first_step) and first.metric in (REWARD, HELD_OUT):
+    if not case.is_explained and (first := case.first_step) and first.metric in (REWARD, HELD_OUT):
         return Seen(JUMP * JUMP, f"{_in_both(first)}: judge or answers", always=True, own=first)
     rows = [r for r in case.until_sign if math.isfinite(r.get(REWARD, math.nan))]
-    fall, at = _largest_fall([float(r[REWARD]) for r in rows])
+    fall, at = largest_fall([float(r[REWARD]) for r in rows])
     if fall <= 0:
         return None
-    moved = {name: _moved(rows, at, name) for name in ("actor/entropy", LENGTH)}
+    moved = {name: share_moved(rows, at, name) for name in (ENTROPY, LENGTH)}
     most = max(moved.values())  # NaN where it was not measured
     said = ", ".join(f"{name} by {share:.0%}" for name, share in moved.items() if math.isfinite(share))
     supports = (f"the policy is the same there: {said} from one step to the next",) if most < 0.1 else ()
     against = ("updates are large: these may lose it as fast",) * case.updates_are_large
     weight = (2.0 if supports else 1.0) * 0.25 ** len(against) * (1.0 if fall > 0.5 else 0.5)
     step = int(rows[at]["step"])
-    own = Change(REWARD, step, *(median(float(r[REWARD]) for r in part) for part in (rows[at - 3 : at], rows[at:])))
+    levels = (median(float(r[REWARD]) for r in part) for part in (rows[at - 3 : at], rows[at:]))
+    own = Change(REWARD, step, *levels, fall / SAFE_FALL)
+    if (left := case.departed(REWARD, DOWN)) is not None and left.at_once:
+        own, weight = max(own, left, key=lambda change: change.margin), max(weight, OPEN * SAFE_FALL / fall)
     text = f"{fall:.0%} of the reward is lost at step {step}, from one step to the next"
-    text += ", by the same policy: judge, answers or prompts are others" if supports else ""
-    return Seen(fall / SAFE_FALL * weight, text, supports, against, always=True, own=own)
+    name, same = (
+        ("reward or prompts", ", by the same policy: judge, answers or prompts are others") if supports else ("", "")
+    )
+    return Seen(fall / SAFE_FALL * weight, text + same, supports, against, always=True, own=own, name=name)
 
 
 def _copies(case: Case) -> Seen | None:
     """Groups that differ in what they earn, while all responses of each earn the same from the first step on."""
+    silent = case.values("groups/no_signal_frac", case.sign)
+    if case.sign is not None and silent and median(silent[:3]) <= 0.9 and min(silent[-SILENT:]) > 0.999:
+        return Seen(OPEN, f"all rewards are equal in each of the groups of the last {SILENT} records", always=True)
     parts = [case.values(f"groups/{name}_frac")[:3] for name in ("all_solved", "none_solved")]
     solved, unsolved = (median(part) if part else 0.0 for part in parts)
     if min(solved, unsolved) < SAFE_COPIES or solved + unsolved < 0.999:
@@ -205,39 +206,23 @@ def _copies(case: Case) -> Seen | None:
     return Seen(min(solved, unsolved) / SAFE_COPIES, text, always=True)
 
 
+def _goes(change: Change) -> str:
+    return f"{change.metric} goes from {two(change.before)} to {two(change.after)} at step {change.step}"
+
+
 def _in_both(first: Change) -> str:
     both = f"{first.metric} is {two(first.after)} in the first step, and {two(first.before)} in the other run"
     return f"{both}, before anything was learned"
 
 
-def _moved(rows: Records, at: int, metric: str) -> float:
-    values = [float(r.get(metric, math.nan)) for r in rows]
-    return abs(sum(values[at : at + 3]) / max(sum(values[at - 3 : at]), 1e-9) - 1)
-
-
-def _largest_fall(means: Sequence[float]) -> tuple[float, int]:
-    """The largest fall between two neighbouring stretches of three, as a share of the range so far; its place.
-
-    The range is from 0, or from the lowest value where that is less, to the best stretch. A fall within the noise of
-    single steps is none.
-    """
-    best, largest, place = -math.inf, 0.0, 0
-    for at in range(3, len(means) - 2):
-        before, after = sum(means[at - 3 : at]) / 3, sum(means[at : at + 3]) / 3
-        best = max(best, before)
-        size = best - min(0.0, *means[: at + 3])
-        noise = median(abs(b - a) for a, b in pairwise(means[:at]))
-        if size > 0 and before - after > 2 * noise and (before - after) / size > largest:
-            largest, place = (before - after) / size, at
-    return largest, place
-
-
 def _data(case: Case) -> Seen | None:
     """Training answers that are harder to meet than the held-out ones, by the same policy, or that teach other ones."""
-    if (step := learned_by_heart(case.until_sign)) is not None:
-        told = f"at step {step} the held-out reward is falling while the training reward is at its best"
-        text = f"{told}: the training set is learned by heart, or has other answers"
-        return Seen(2.0, text, always=True, own=Change(HELD_OUT, step, 1.0, 0.0))
+    step, fell = learned_by_heart(case.until_sign), case.departed(HELD_OUT, DOWN)
+    own = fell if step is None else Change(HELD_OUT, step, 1.0, 0.0)
+    if own is not None and (step is not None or not case.departed(REWARD, DOWN)):
+        text = f"from step {own.step} on the held-out reward falls, and the training reward does not: the training set "
+        text += "is learned by heart or has other answers, or validation is another"
+        return Seen(OPEN, text, always=True, own=own, name="data or validation")
     held_out = case.values("val/reward/mean")[:1]
     trained = (case.values("critic/score/mean") or case.values(REWARD))[:3]
     if not held_out or not trained or min(*held_out, *trained) < 0:  # two scales: a ratio means nothing
@@ -250,28 +235,29 @@ def _data(case: Case) -> Seen | None:
 def _objective(case: Case) -> Seen | None:
     """A policy or reward that goes elsewhere by and by, or an update that is another."""
     moved = [case.departed(REWARD, DOWN), case.departed(HELD_OUT, DOWN), case.departed(ENTROPY)]
-    moved += [case.departed(metric, UP) for metric in (GRADIENT, UPDATE, KL)]
-    falls = (seen := _reward(case)) is not None and seen.excess > 1
-    at_once = {REWARD: falls, ENTROPY: moved[2] is not None and moved[2].at_once and case.samples_moved}
-    own = (change for change in moved if change is not None and not at_once.get(change.metric))
-    first = min(own, key=lambda change: change.step, default=None)
+    moved += [case.departed(metric, UP) for metric in ("actor/grad_norm", UPDATE, KL)]
+    at_once = {REWARD: moved[0] and moved[0].is_jump, ENTROPY: moved[2] and moved[2].at_once and case.samples_moved}
+    own = (change for change in moved if change is not None and (case.is_sparse or not at_once.get(change.metric)))
+    first = min(own, key=lambda change: (change.step, change.stage), default=None)
     is_large = (case.at_the_highest_rate(UPDATE) or 0.0) > SAFE_UPDATE
-    if first is None or case.changed or (is_large and first.metric != UPDATE) or case.upstream(first):
+    if first is None or case.is_explained or (is_large and first.metric != UPDATE) or case.upstream(first):
         return None
-    text = f"{first.metric} goes from {two(first.before)} to {two(first.after)} at step {first.step}: updates push "
-    text += "elsewhere or are larger at the same rate (loss, advantages, optimizer, answers, a judge that drifts)"
+    if first.metric == UPDATE and _over_adam(case)[0] > 1:
+        return None
+    text = f"{_goes(first)}: updates push elsewhere or are larger at the same rate "
+    text += "(loss, advantages, optimizer, answers, a judge that drifts)"
     return Seen(OPEN, text, always=True, own=first)
 
 
 def _length(case: Case) -> Seen | None:
     """Responses that grow, or that are cut at a limit, before the reward falls."""
     fell = case.departed(REWARD, DOWN)
-    near = Case([r for r in case.until_sign if fell is None or r["step"] < fell.step + AFTER], {})
+    before = [r for r in case.until_sign if fell is None or r["step"] < fell.step]
+    near = Case(case.until_sign[: len(before) + AFTER], {})
     lengths, cut = near.values(LENGTH), near.values(CUT)
     if len(lengths) < FIRST:
         return None
-    growth = _highest(lengths) / max(median(lengths[:3]), 1e-9)
-    share = _highest(cut)
+    growth, share = highest(lengths) / max(median(lengths[:3]), 1e-9), highest(cut)
     shares = f"{share:.0%} were cut at the limit" if cut else "how many were cut is not known"
     excess = max(growth / SAFE_LENGTH, share / SAFE_TRUNCATED)
     if growth >= SAFE_LENGTH:
@@ -281,13 +267,9 @@ def _length(case: Case) -> Seen | None:
     else:
         text = f"responses do not end by themselves; {shares}: a shorter limit, or an end token that is lost"
         test = ("rollout.max_response_length=…", "rollout.stop_token_ids=null")
-    own = next((change for change in case.changes if change.metric in (CUT, LENGTH)), None)
+    left = [change for change in case.changes if change.metric in (CUT, LENGTH)]
+    own = next((change for change in left if change.is_jump), next(iter(left), None))
     return Seen(excess, text, test=test, always=True, own=own)
-
-
-def _highest(values: Sequence[float]) -> float:
-    """The highest median of five neighbours."""
-    return max((median(values[i : i + 5]) for i in range(len(values) - 4)), default=0.0)
 
 
 def _temperature(case: Case) -> Seen | None:
@@ -303,18 +285,18 @@ def _routing(case: Case) -> Seen | None:
 
 def _jump(case: Case) -> Seen | None:
     """A policy that is another from one step to the next, though its updates are small, or before any update."""
-    if not case.changed and (first := case.first_step):
+    if not case.is_explained and (first := case.first_step):
         return Seen(JUMP * JUMP, f"{_in_both(first)}: weights or prompts", always=True, own=first)
-    measures = (ENTROPY, LENGTH) if case.samples_moved else ()  # else it is the learner that counts otherwise
-    change = next((c for m in measures if (c := case.departed(m)) and not (m == LENGTH and case.departed(CUT))), None)
+    moved = (case.departed(ENTROPY), None if case.departed(CUT) else case.departed(LENGTH))
+    change = next((change for change in moved if change is not None and change.at_once), None)
     fell = _reward(case)
     if change is None and fell and fell.own and fell.excess > 1 and not (fell.supports or case.upstream(fell.own)):
         change = fell.own  # the policy is not quite the same
     is_large = (case.first(UPDATE) or 0.0) > SAFE_UPDATE
-    if change is None or not change.at_once or is_large or case.changed:
+    if change is None or is_large or case.is_explained:
         return None
-    text = f"the policy may be another at step {change.step}: {change.metric} goes from {two(change.before)} to "
-    text += f"{two(change.after)}, with updates as before: weights that were loaded, restored or damaged, or prompts"
+    text = f"the policy may be another: {_goes(change)}, with updates as before: weights that were loaded, "
+    text += "restored or damaged, or prompts"
     return Seen(max(change.margin, OPEN), text, always=True, own=change)
 
 
@@ -343,27 +325,27 @@ class Cause:
     setting: str = ""
 
 
+BF16, SKIPPED = ("learner.dtype=bf16", "rollout.dtype=bf16"), "updates are skipped for infinite gradients"
+RATES = ((UPDATE, "actor/lr", KL), "updates are too large")
 # What is seen of a cause, what speaks for it, and what undoes it or tells it from its neighbours.
 CAUSES = (
+    Cause("learning rate", "learner.optimizer.lr schedule", _rate, _third_of_the_rate, *RATES, setting="actor/lr"),
     Cause(
-        "learning rate",
-        "learner.optimizer.lr schedule",
-        _rate,
-        _third_of_the_rate,
-        (UPDATE, "actor/lr", KL),
-        "updates are too large",
-        setting="actor/lr",
+        "optimizer",
+        "learner.optimizer",
+        _optimizer,
+        lambda case: ("learner.optimizer.weight_decay=0",) if case.setting("learner.optimizer.weight_decay") else (),
+        apart="`megatron-rl batch replay RUN --step {step}` makes this update again, from an older optimizer state",
     ),
-    Cause("optimizer", "learner.optimizer", _optimizer, ("learner.optimizer.weight_decay=0",)),
     Cause("updates a batch", "batch.minibatches", _updates, ("batch.minibatches=1",)),
+    Cause("clip range", "objective.policy_term", _clip, ("objective.policy_term=ppo_clip",)),
     Cause(
-        "clip range",
-        "objective.policy_term",
-        _clip,
-        ("objective.policy_term.clip_low=0.2", "objective.policy_term.clip_high=0.28"),
-    ),
-    Cause(
-        "staleness", "rollout.max_staleness", _staleness, ("rollout.max_staleness=0",), (AGE,), "older weights sample"
+        "staleness",
+        "rollout.max_staleness",
+        _staleness,
+        ("rollout.max_staleness=0",),
+        ("rollout/staleness_mean",),
+        "older weights sample",
     ),
     Cause(
         "mismatch",
@@ -377,14 +359,7 @@ CAUSES = (
     ),
     Cause("rounding", "rollout.quantization learner.dtype rollout.dtype", _rounding),
     Cause("dose of mismatch", "exact.noise", _dose, ("exact.noise=null",)),
-    Cause(
-        "overflow",
-        "learner.dtype learner.loss_scale",
-        _overflow,
-        ("learner.dtype=bf16", "rollout.dtype=bf16"),
-        ("actor/update_skipped",),
-        "updates are skipped for infinite gradients",
-    ),
+    Cause("overflow", "learner.dtype learner.loss_scale", _overflow, BF16, ("actor/update_skipped",), SKIPPED),
     Cause(
         "reward",
         "reward.name data.train data.prompt",
@@ -404,7 +379,7 @@ CAUSES = (
         "batch replay RUN --step {step}` makes the update again: the right answers of its batch must become likelier",
         hides="mismatch",
     ),
-    Cause("data", "data.train", _data, ("data.train=…",)),
+    Cause("data", "data validation", _data, ("data.train=…",)),
     Cause("length", "rollout.max_response_length rollout.stop_token_ids reward", _length),
     Cause("temperature", "rollout.temperature", _temperature, ("rollout.temperature=1",)),
     Cause("routing", "routing.replay", _routing, ("routing.replay=r3",), ("router/agree_frac",), "engines route apart"),
@@ -431,12 +406,25 @@ def suspects(case: Case) -> list[Suspect]:
     found = [_placed(suspect, suspect.own and case.upstream(suspect.own)) for suspect in found]
     firsts = [suspect.own for suspect in found if suspect.own and not suspect.is_last and suspect.own.at_once]
     may_jump = case.updates_are_large
-    first = next((c for c in firsts if c.is_foreign or (FOREIGN < c.stage < FALLS and not may_jump)), None)
-    lines: dict[object, Suspect] = {}
+    others = (c for c in firsts if not may_jump and (c.is_jump or FOREIGN < c.stage < FALLS))
+    first = next((c for c in firsts if c.is_foreign), next(others, None))
+    lines: list[Suspect] = []
     for suspect in by_rank(suspect if suspect.own else _placed(suspect, first) for suspect in found):
-        line = suspect.own.stage if suspect.own and not suspect.is_last else suspect.name
-        lines[line] = _together(lines[line], suspect) if line in lines else suspect
-    return by_rank(lines.values())
+        twin = next((line for line in lines if _are_one(case, line, suspect)), None)
+        lines = [line for line in lines if line is not twin] + [together(twin, suspect) if twin else suspect]
+    ranked = by_rank(lines)
+    one, other = (*ranked, None, None)[:2]
+    if other and not (other.is_last or may_jump) and (one.own is None) != (other.own is None):
+        is_alone = one.excess > STRONG and (one.own or other.own).stage > FOREIGN
+        ranked[:2] = [one, other] if is_alone else [together(one, other)]
+    return ranked
+
+
+def _are_one(case: Case, one: Suspect, other: Suspect) -> bool:
+    """Whether metrics do not tell two suspects apart: they depart together, in one stage of a step."""
+    if one.is_last or other.is_last or not (one.own and other.own):
+        return False
+    return one.own.stage == other.own.stage and abs(case.between(one.own, other.own)) <= AFTER
 
 
 def _placed(suspect: Suspect, before: Change | None) -> Suspect:
@@ -453,16 +441,16 @@ def by_rank(suspects: Iterable[Suspect]) -> list[Suspect]:
     return sorted(suspects, key=lambda suspect: (suspect.is_last, -suspect.excess))
 
 
-def _together(one: Suspect, other: Suspect) -> Suspect:
+def together(one: Suspect, other: Suspect) -> Suspect:
     """Two causes that metrics do not tell apart as one line; the test is that of the first."""
     causes = (*one.causes, *other.causes)
     return replace(
         one,
         causes=causes,
-        name=" or ".join(dict.fromkeys(" or ".join(causes).split(" or "))),
+        name=" or ".join(dict.fromkeys(f"{one.name} or {other.name}".split(" or "))),
         keys=tuple(dict.fromkeys((*one.keys, *other.keys))),
         observation=f"{one.observation}; {other.observation}",
-        supports=(*one.supports, *other.supports, "both departed together: metrics do not tell them apart"),
+        supports=tuple(dict.fromkeys((*one.supports, *other.supports, "metrics do not tell these apart"))),
         contradicts=(*one.contradicts, *other.contradicts),
         apart="; ".join(filter(None, (one.apart, other.apart))),
     )
@@ -480,7 +468,7 @@ def _suspect(cause: Cause, case: Case) -> Suspect | None:
         moved = []
     if moved:
         first = min(moved, key=lambda change: change.step)
-        text = f"{cause.told}: {first.metric} goes from {two(first.before)} to {two(first.after)} at step {first.step}"
+        text = f"{cause.told}: {_goes(first)}"
         supports = tuple(f"{c.metric}: {two(c.before)} → {two(c.after)} at step {c.step}" for c in moved if c != first)
         excess = max(min(first.margin, STRONGEST), seen.excess if seen else 0.0)
         supports += seen.supports if seen else ()
@@ -494,6 +482,6 @@ def _suspect(cause: Cause, case: Case) -> Suspect | None:
         if other.name == cause.hides and not any(map(case.values, other.measures)):
             causes, keys = (cause.name, other.name), (*keys, *other.keys.split())
             supports += (f"{' and '.join(other.measures)} is not measured, and {other.told} would look the same",)
-    apart, name = cause.apart.replace("{step}", str(case.sign)), " or ".join(causes)
+    apart = cause.apart.replace("{step}", str(seen.own.step if seen.own else case.sign))
     told = (seen.text, seen.excess, supports, seen.contradicts, seen.test or test, apart, seen.own)
-    return Suspect(name, keys, *told, causes=causes)
+    return Suspect(" or ".join((seen.name or cause.name, *causes[1:])), keys, *told, causes=causes)

@@ -20,6 +20,7 @@ BEFORE = 4  # records that a metric needs before a departure
 AFTER = 3  # and from it on; two where the log ends
 BASELINE = 12  # newest records before a departure that it is held against
 SLOW = 6  # records before a departure that are left out where a metric moves slowly
+LITTLE = 10.0  # a value this many times below the first ones is as good as any below it
 OUTSIDE = 1.5  # times the distance from the trend that the records before had
 JUMP = 2.0  # margin of a departure that no small update makes
 FOREIGN = 1  # last stage of a step that is not the policy's
@@ -48,6 +49,11 @@ class Change:
     def is_foreign(self) -> bool:
         """Whether no policy makes it: what is set, or engine and learner, by a jump."""
         return self.stage <= FOREIGN and self.margin >= JUMP
+
+    @property
+    def is_jump(self) -> bool:
+        """Whether no small update makes it."""
+        return self.at_once and self.margin >= JUMP
 
 
 @dataclass(frozen=True)
@@ -99,13 +105,13 @@ def trend(values: Sequence[float]) -> float:
 
 
 def departure(
-    metric: str, steps: Sequence[int], values: Sequence[float], first: int, last: int, watched: Watched | None = None
+    metric: str, steps: Sequence[int], values: Sequence[float], first: int, last: int, only_jumps: bool = False
 ) -> Change | None:
     """The earliest departure of a series from step ``first`` to ``last``; None where there is none.
 
     Values that are not finite count as larger than every other.
     """
-    watched = watched or WATCHED[metric]
+    watched = WATCHED[metric]
     x, y, least = _scaled(values, watched)
     for at in range(BEFORE, len(y) - 1):
         if not (first <= steps[at] <= last and least > 0):
@@ -116,8 +122,12 @@ def departure(
         if margin:
             before, after = median(x[max(0, at - BASELINE) : at]), median(x[at : at + 2 * AFTER])
             start, end = median(y[max(0, at - BASELINE) : at]), median(y[at : at + 2 * AFTER])
+            if abs(end - start) < least:  # now and then
+                after, end = x[at], y[at]
             at_once = abs(y[at] - median(y[at - AFTER : at])) >= abs(end - start) / 2
-            return Change(metric, int(steps[at]), before, after, margin, at_once)
+            change = Change(metric, int(steps[at]), before, after, margin, at_once)
+            if change.is_jump or not only_jumps:
+                return change
     return None
 
 
@@ -129,7 +139,7 @@ def _scaled(values: Sequence[float], watched: Watched) -> tuple[list[float], lis
     if watched.scale != "factor":
         return x, x, watched.least * (max(map(abs, known), default=0.0) if watched.scale == "level" else 1.0)
     positive = [value for value in x if value > 0]
-    floor = min(positive, default=1.0) / watched.least
+    floor = max(min(positive, default=1.0) / watched.least**3, median(x[:BEFORE]) / LITTLE if x else 0.0)
     return x, [math.log(max(value, floor)) for value in x], math.log(watched.least) if positive else 0.0
 
 
@@ -142,19 +152,35 @@ def _margin(y: Sequence[float], at: int, least: float, watched: Watched) -> floa
     least = max(least, OUTSIDE * (distances[-2] if len(base) > BEFORE + 1 else distances[-1]))
     level = median(base[-BEFORE - 2 :])
     expected = sorted((level, level + slope * (BEFORE + AFTER) / 1.5))
-    up, down = min(later) - expected[1], expected[0] - max(later)
-    outside = up if watched.direction > 0 else down if watched.direction < 0 else max(up, down)
-    return outside / least if outside > least else 0.0
+
+    def outside(values: Sequence[float]) -> float:
+        up, down = min(values) - expected[1], expected[0] - max(values)
+        return (up if watched.direction > 0 else down if watched.direction < 0 else max(up, down)) / least
+
+    # Now and then: the first and two of the next eight records, if they are far out.
+    rest = sorted(y[at + 1 : at + 3 * AFTER])
+    far = max((outside([y[at], *some]) for some in (rest[:2], rest[-2:]) if len(some) == 2), default=0.0)
+    margin = max(outside(later), far if far >= JUMP else 0.0)
+    return margin if margin > 1 else 0.0
 
 
 def departures(records: Records, first: int, last: int) -> tuple[Change, ...]:
-    """The departures of all watched metrics from step ``first`` to ``last``, the earliest first."""
-    found = []
-    for metric in WATCHED:
+    """The departures of all watched metrics from step ``first`` to ``last``, the earliest first.
+
+    A metric that departs by and by may jump later. Where engine and learner part, it counts however early it was.
+    """
+    found: list[Change | None] = []
+    for metric, watched in WATCHED.items():
         rows = [(int(record["step"]), float(record[metric])) for record in records if metric in record]
-        change = departure(metric, *zip(*rows, strict=True), first, last) if rows else None
-        found += [] if change is None else [change]
-    return tuple(sorted(found, key=lambda change: change.step))
+        if not rows:
+            continue
+        series = metric, *zip(*rows, strict=True)
+        found.append(change := departure(*series, first, last))
+        if change and not change.is_jump:
+            later = [step for step, _ in rows if step > change.step][AFTER:]  # what goes on falling is no jump
+            found += [departure(*series, later[0], last, True)] if later else []
+        found += [departure(*series, 0, first - 1, True)] if watched.stage == FOREIGN else []
+    return tuple(sorted(filter(None, found), key=lambda change: change.step))
 
 
 def differences(records: Records, good: Records) -> tuple[Change, ...]:
@@ -170,15 +196,15 @@ def differences(records: Records, good: Records) -> tuple[Change, ...]:
         both = [record for record in records if metric in record and record["step"] in there]
         if len(both) < AFTER:
             continue
-        x, y, least = _scaled([r[metric] for r in both] + [there[int(r["step"])] for r in both], watched)
-        ours, others, num = y[: len(both)], y[len(both) :], min(TOGETHER, len(both) // 2 + 1)
+        x, y, least = _scaled([there[int(r["step"])] for r in both] + [r[metric] for r in both], watched)
+        others, ours, num = y[: len(both)], y[len(both) :], min(TOGETHER, len(both) // 2 + 1)
         least = max(least * (1 + watched.drifts), 2 * median(abs(b - a) for a, b in pairwise(others)))
         signs = (watched.direction,) if watched.direction else (1, -1)
         for at, sign in product(range(len(both) - num + 1), signs if least else ()):
             gaps = [sign * (a - b) for a, b in zip(ours[: at + num], others[: at + num], strict=True)]
             apart, far = gaps[at:], median(gaps[at:])
             if min(apart[0], sorted(apart)[num // TOGETHER]) > least / 2 and far > least:
-                levels = (median(x[first + at : first + at + num]) for first in (len(both), 0))
+                levels = (median(x[first + at : first + at + num]) for first in (0, len(both)))
                 at_once = apart[0] - median(gaps[max(0, at - AFTER) : at] or [0.0]) >= far / 2
                 found.append(Change(metric, int(both[at]["step"]), *levels, far / least, at_once))
                 break

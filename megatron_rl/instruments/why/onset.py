@@ -18,8 +18,8 @@ from statistics import median
 from typing import Any
 
 from megatron_rl.config.monitor import RISKS
-from megatron_rl.instruments.why.case import Case, two
-from megatron_rl.instruments.why.causes import Suspect, by_rank, suspects
+from megatron_rl.instruments.why.case import Case, Suspect, two
+from megatron_rl.instruments.why.causes import by_rank, suspects, together
 from megatron_rl.instruments.why.changed import Event
 from megatron_rl.instruments.why.departures import AFTER, BEFORE, WATCHED, Change, Records, departures, differences
 from megatron_rl.monitor.alarms import (
@@ -139,14 +139,20 @@ def find(
         seen = replace(seen, changes=changes)
     seen = replace(seen, since=first)
     changed = [event.key for event in history if event.weight == "strong" and (event.step or 0) <= sign]
-    case = Case(records, recipe, sign, [c for c in seen.changes if c.step >= (seen.changed_at or 0)], changed)
-    return replace(seen, suspects=_ranked(_made(seen, steps), suspects(case), seen.changed_at is not None))
+    made, later = _made(seen, steps), [c for c in seen.changes if c.step >= (seen.changed_at or 0) or c.is_foreign]
+    leading = [suspect for suspect in made if seen.changed_at is not None and not suspect.contradicts]
+    is_late = not seen.is_compared and bool(leading) and leading[0].excess < AT_ONCE
+    others = suspects(Case(records, recipe, sign, later, changed, bool(leading) and not is_late))
+    return replace(seen, suspects=_ranked(made, leading, others, is_late))
 
 
-def _ranked(made: list[Suspect], others: list[Suspect], is_strong: bool) -> tuple[Suspect, ...]:
-    """What somebody changed in what is learned comes first, unless a departure was there before."""
-    first = [suspect for suspect in made if is_strong and not suspect.contradicts]
+def _ranked(made: list[Suspect], first: list[Suspect], others: list[Suspect], is_late: bool) -> tuple[Suspect, ...]:
+    """What somebody changed in what is learned comes ``first``, unless a departure was there before; where that was
+    ``is_late``, together with what departed.
+    """
     rest = [suspect for suspect in (*made, *others) if suspect not in first]
+    if is_late and (own := next((suspect for suspect in others if suspect.own and not suspect.is_last), None)):
+        first, rest = [together(first[0], own), *first[1:]], [suspect for suspect in rest if suspect is not own]
     return (*first, *by_rank(rest))
 
 
@@ -212,16 +218,22 @@ def _made(finding: Finding, steps: Sequence[int]) -> list[Suspect]:
             before = [change for change in finding.changes if change.step < step]
             begins = min((change.step for change in after), default=sign)
             distance = sum(step <= s < begins for s in steps)
-            near = AFTER if weights == ("strong",) else 1 if step > steps[0] else -1  # two runs always differ a little
-            excess = AT_ONCE if distance <= near else AT_ONCE / 2 if distance <= AHEAD and near > 1 else 1 + near / 4
+            is_strong = weights == ("strong",)
+            if not is_strong and (distance > AFTER and step > steps[0]):
+                continue
+            near = AFTER if is_strong else 1 if step > steps[0] else -1  # two runs always differ a little
+            excess = AT_ONCE if distance <= near else AT_ONCE / 2 if distance <= AHEAD and is_strong else 1 + near / 4
             supports = [f"{c.metric}: {two(c.before)} → {two(c.after)} at step {c.step}" for c in after[:3]]
             against = [f"{c.metric} had departed at step {c.step}" for c in before[:1]]
+            if distance > AFTER and (jump := next((c for c in after if c.step == begins and c.is_jump), None)):
+                against.append(f"{jump.metric} jumped {distance} records after it, and was as before until then")
+                excess = 1.0
             kinds = "/".join(dict.fromkeys(event.kind for event in events))
             text = f"from step {step} on: {'; '.join(map(str, events))}; the first departure is at step {begins}"
             test = tuple(f"{e.key}={json.dumps(e.old)}" for e in events if e.kind == "recipe")
             keys = tuple(event.key for event in events)
             name = f"{kinds} change"
-            found.append(Suspect(name, keys, text, excess, tuple(supports), tuple(against), test))
+            found.append(Suspect(name, keys, text, excess, tuple(supports), tuple(against), test, causes=(name,)))
     return found
 
 
@@ -307,7 +319,7 @@ def _told(rank: int, suspect: Suspect, run: Path | None) -> list[str]:
     if suspect.test and run is None:
         lines.append(f"       test: the same run with {', '.join(suspect.test)} (docs/coming-from.json has your names)")
     elif suspect.test:
-        name = f"{run.name}-{suspect.name.replace(' ', '-').replace('/', '-')}"
+        name = f"{run.name}-{suspect.causes[0].replace(' ', '-').replace('/', '-')}"
         sets = " ".join(f"--set {shlex.quote(change)}" for change in suspect.test)
         lines.append(f"       test: megatron-rl train {run / 'recipe.resolved.yaml'} --set name={name} {sets}")
     return lines

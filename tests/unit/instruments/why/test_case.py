@@ -17,6 +17,25 @@ def test_a_jump_comes_before_what_departs_later_and_a_drift_by_more_than_three_r
     assert (case.upstream(FALL), case.upstream(early)) == (early, None)
 
 
+def test_a_weak_drift_does_not_make_a_jump_an_effect():
+    drift, jump = Change("actor/grad_norm", 10, 0.3, 0.6, 1.1), Change(FALL.metric, 21, 0.6, 0.1, 3.0)
+    case = Case(records(), {}, 40, [drift, jump])
+    assert (case.upstream(jump), case.upstream(drift)) == (None, None)
+    assert (case.departed(drift.metric), case.departed(jump.metric)) == (drift, jump)
+    weak = Case(records(), {}, 40, [drift, FALL])
+    assert (weak.upstream(FALL), weak.departed(FALL.metric)) == (drift, None)
+
+
+def test_what_departs_soon_after_the_sign_counts_where_nothing_did_before():
+    case = Case(records(), {}, 20, [FALL, Change("actor/entropy", 30, 0.3, 0.9)])
+    assert (case.departed(FALL.metric), case.departed("actor/entropy")) == (FALL, None)
+
+
+def test_records_far_apart_make_nothing_at_once():
+    assert not Case(records(), {}).is_sparse
+    assert Case([row | {"step": 10 * row["step"]} for row in records()], {}).is_sparse
+
+
 def test_an_unmeasured_metric_has_no_values():
     case = Case([{"step": 0, "actor/lr": float("nan")}], {"rollout": {"seed": None}})
     assert (case.values("actor/lr"), case.first("actor/lr"), case.values("x")) == ([], None, [])

@@ -30,6 +30,13 @@ def first(metric: str, values, first_step: int = 0, last_step: int = 10**6) -> i
         (FACTOR, [1.0, 4.0] * 6 + [5.0] * 6, None),  # as far as before
         (FACTOR, [1.0] * 10 + [math.nan] * 10, 10),
         (FACTOR, [0.0] * 10, None),
+        ("mismatch/rho_std", [0.0] * 10 + [1e-2] * 5, 10),  # 0 is far below
+        ("mismatch/rho_std", [1e-6] * 10 + [0.3, 1e-6, 1e-6] * 5, 10),  # now and then
+        (
+            "actor/entropy",
+            [0.3, 0.2, 0.12, 0.07, 0.05, 0.03] + [0.03, 0.02] * 5 + [1e-3] * 6,
+            None,
+        ),  # little is as good as none
         (SHARE, [0.0] * 10 + [0.5] * 5, 10),
         (SHARE, [0.5] * 10 + [0.0] * 5, None),  # the direction that does no harm
         ("critic/rewards/mean", [-0.2] * 10 + [-1.0] * 5, 10),
@@ -51,6 +58,18 @@ def test_noise_departs_rarely():
     """Log-normal noise of 30%, as gradient norms have it: in under 1% of series of 40 records."""
     rng = np.random.default_rng(0)
     assert sum(first(FACTOR, np.exp(0.3 * rng.standard_normal(40))) is not None for _ in range(500)) < 5
+
+
+def test_a_metric_that_departs_by_and_by_may_jump_later():
+    drift = [1.0] * 10 + [2.2] * 10
+    for jump, steps in ((30.0, [10, 20]), (2.4, [10])):
+        rows = [{"step": step, FACTOR: value} for step, value in enumerate([*drift, *[jump] * 10])]
+        assert [change.step for change in departures(rows, 0, 29)] == steps
+
+
+def test_where_engine_and_learner_part_counts_however_early():
+    rows = [{"step": step, "mismatch/rho_std": 1e-6 if step < 10 else 0.3, FACTOR: 1.0} for step in range(60)]
+    assert [change.step for change in departures(rows, 40, 59)] == [10]
 
 
 def test_the_trend_is_the_median_slope():
