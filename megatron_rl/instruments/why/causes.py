@@ -43,7 +43,7 @@ from megatron_rl.monitor.alarms import HELD_OUT, REWARD, learned_by_heart
 
 DIRECTIONS = {metric: watched.direction >= 0 for metric, watched in WATCHED.items()}
 STRONGEST = 10.0  # a departure counts no more than this many times the least one
-STRONG = 2.0  # a constant this many times above what is safe is no tie
+STRONG = 2.4  # a constant this many times above what is safe is no tie: above the rounding of all healthy runs
 OPEN = 1.6  # weight of a cause that is seen only by what is not
 FALLS = WATCHED[REWARD].stage
 
@@ -218,7 +218,7 @@ def _in_both(first: Change) -> str:
 def _data(case: Case) -> Seen | None:
     """Training answers that are harder to meet than the held-out ones, by the same policy, or that teach other ones."""
     step, fell = learned_by_heart(case.until_sign), case.departed(HELD_OUT, DOWN)
-    own = fell if step is None else Change(HELD_OUT, step, 1.0, 0.0)
+    own = fell or (None if step is None else Change(HELD_OUT, step, 1.0, 0.0))
     if own is not None and (step is not None or not case.departed(REWARD, DOWN)):
         text = f"from step {own.step} on the held-out reward falls, and the training reward does not: the training set "
         text += "is learned by heart or has other answers, or validation is another"

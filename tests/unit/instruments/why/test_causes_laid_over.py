@@ -177,7 +177,10 @@ def laid(run: RecordedRun, at: int, name: str, size: float, context: str) -> Fin
         for record in run.records
     ]
     history = {
-        "resumed": [Event(at - 4, "resume", "resumed"), Event(at - 4, "environment", "host", "a", "b", "weak")],
+        "resumed": [
+            Event(at - 4, "resume", "resumed", weight="none"),
+            Event(at - 4, "environment", "hardware.host", "a", "b", "weak"),
+        ],
         "harmless": [Event(at - 9, "recipe", "objective.entropy_bonus", 0.0, 1e-5)],
     }
     return find(run.name, rows, run.recipe, history.get(context, ()))

@@ -89,7 +89,7 @@ def test_a_planted_cause_is_the_first_suspect(cause):
     changed, keys = PLANTED[cause]
     finding = find("run", records(**changed), tiny_recipe(**keys).model_dump(mode="json"))
     assert not finding.is_healthy
-    assert finding.suspects[0].causes == (cause,)
+    assert finding.suspects[0].causes[0] == cause
     assert finding.suspects[0].test or finding.suspects[0].apart
 
 
