@@ -55,7 +55,7 @@ def test_advantages_are_those_of_the_rewards_less_the_divergence(rows, folder):
     largest = 2 + np.abs(sums).max()  # rewards are float32, and a group may differ by the divergence alone
     for sequence, advantage, spread in zip(batch.sequences, wanted.ravel(), np.repeat(std, SAMPLES), strict=True):
         assert sequence.advantage == rounded(advantage, scale=largest / spread, dtype=torch.float32)
-    of_tokens = max(np.abs(s.old_logprobs).sum() for s in batch.sequences)
+    of_tokens = max(float(np.abs(s.old_logprobs).sum()) for s in batch.sequences)
     assert rows[-1]["reference/kl_in_reward"] == rounded(sums.mean(), scale=of_tokens, dtype=torch.float32)
 
 
