@@ -155,9 +155,10 @@ def describe_model(model: GPTModel) -> dict[str, str]:
     """Aspect → what the built model does: the learner's column of the precision contract."""
     config, names = model.config, {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     dtype = names[config.params_dtype]
+    mixers = [getattr(layer.self_attention, "core_attention", layer.self_attention) for layer in model.decoder.layers]
     dtypes = {
         "dtype": dtype,
-        "attention": type(model.decoder.layers[0].self_attention.core_attention).__name__,
+        "attention": ", ".join(dict.fromkeys(type(mixer).__name__ for mixer in mixers)),
         "rope": f"Megatron, {'fused' if config.apply_rope_fusion else 'unfused'}",
         "activation": f"Megatron, {'fused' if config.bias_activation_fusion else 'unfused'}",
     }
