@@ -310,3 +310,23 @@ def test_numbers_of_adam_reach_megatron(monkeypatch):
     _, adam = with_optimizer(model, LearnerConfig(optimizer=OptimizerConfig(**given)), torch.device("cpu"), None)
     names = {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_eps"}
     assert {key: getattr(adam.got, names.get(key, key)) for key in given} == given
+
+
+def test_the_precision_contract_names_every_kind_of_attention_once():
+    """A delta net has no core attention and is named itself, also where the first layer is one."""
+    kinds = [SimpleNamespace(self_attention=mixer) for mixer in (_Delta(), _Attention(), _Delta())]
+    config = SimpleNamespace(
+        params_dtype=torch.bfloat16, apply_rope_fusion=False, bias_activation_fusion=False, num_moe_experts=None
+    )
+    model = SimpleNamespace(config=config, decoder=SimpleNamespace(layers=kinds), post_process=False)
+    assert optimizer.describe_model(model)["attention"] == "_Delta, _Core"
+
+
+class _Core: ...
+
+
+class _Delta: ...
+
+
+class _Attention:
+    core_attention = _Core()
