@@ -71,7 +71,8 @@ def model_problems(
             f"rollout.dtype: fp16; vLLM leaves out the factor {architecture.routed_scale:g} by which the experts of "
             f"{architecture.model_type} are multiplied there; use bf16"
         )
-    return problems + latent_attention_problems(recipe, architecture) + sink_problems(recipe, architecture)
+    problems += latent_attention_problems(recipe, architecture) + sink_problems(recipe, architecture)
+    return problems + delta_net_problems(recipe, architecture)
 
 
 def beyond_exact(architecture: Architecture, tensor: int) -> str | None:
@@ -84,6 +85,8 @@ def beyond_exact(architecture: Architecture, tensor: int) -> str | None:
         )
     if a.has_sinks:
         return f"the model ({a.model_type}) has attention sinks and windows"
+    if a.linear is not None:
+        return f"the model ({a.model_type}) has gated delta nets, and a gate on attention's output"
     if a.sigmoid_router:
         return f"the model ({a.model_type}) has a sigmoid router"
     if a.rotary_fraction != 1:
@@ -117,6 +120,9 @@ def layout_problems(parallel: ParallelConfig, architecture: Architecture, world_
 
     must_divide(parallel.tensor, "the number of attention heads", a.num_heads, "tensor")
     must_divide(parallel.tensor, "the number of key/value heads", a.num_kv_heads, "tensor")
+    if a.linear is not None:  # context-parallel ranks share its heads out, not its tokens
+        size, what = parallel.tensor * parallel.context, "the key heads of delta nets (linear_num_key_heads)"
+        must_divide(size, what, a.linear.key_heads, "tensor · context" if parallel.context > 1 else "tensor")
     if min(layers := stage_layers(a.num_layers, parallel.pipeline)) < 1:
         most = max(n for n in range(1, parallel.pipeline) if min(stage_layers(a.num_layers, n)) > 0)
         problems.append(
@@ -170,6 +176,11 @@ def rollout_problems(
     elif architecture.latent is None and keys % size and size % keys:  # vLLM copies heads to several GPUs
         problems.append(
             f"rollout.tensor_parallel: {size} neither divides the {keys} key/value heads nor is a multiple of them"
+        )
+    if architecture.linear is not None and architecture.linear.key_heads % size:
+        problems.append(
+            f"rollout.tensor_parallel: {size} does not divide the {architecture.linear.key_heads} key heads of delta "
+            "nets (linear_num_key_heads)"
         )
     in_ranks = rollout.engine != "vllm_server"
     if in_ranks and world_size is not None and world_size % rollout.tensor_parallel:
@@ -247,6 +258,13 @@ def cpu_problems(rollout: RolloutConfig, architecture: Architecture) -> list[str
             f"model.path: kv_lora_rank {architecture.latent.rank} and qk_rope_head_dim "
             f"{architecture.latent.rotary_width}; vLLM on a CPU has latent attention for 576 together"
         )
+    if (linear := architecture.linear) is not None and rollout.dtype == "bf16":
+        widths = (linear.key_width, linear.value_width)
+        if widths not in ((64, 64), (128, 128)):
+            problems.append(
+                f"rollout.dtype: bf16 with delta nets of linear_key_head_dim {widths[0]} and linear_value_head_dim "
+                f"{widths[1]}; vLLM on a CPU has them in bf16 for 64 and 64, or 128 and 128; use fp32 or fp16"
+            )
     if (architecture.moe_ffn_hidden_size // rollout.tensor_parallel) % CPU_EXPERT_MULTIPLE:
         problems.append(
             f"model.path: experts are {architecture.moe_ffn_hidden_size} wide over rollout.tensor_parallel "
@@ -318,6 +336,18 @@ def sink_problems(recipe: RecipeSections, architecture: Architecture) -> list[st
         if (value := getattr(rollout.quantization, key)) is not None:
             problems.append(f"rollout.quantization.{key}: {value}, but {has}; use null")
     return problems
+
+
+def delta_net_problems(recipe: RecipeSections, architecture: Architecture) -> list[str]:
+    """What is not built for gated delta nets; empty where the recipe asks for none of it."""
+    if architecture.linear is None:
+        return []
+    quantization = recipe.rollout.quantization
+    return [
+        f"rollout.quantization.{key}: {value}, but the model ({architecture.model_type}) has gated delta nets; use null"
+        for key, value in (("weights", quantization.weights), ("kv_cache", quantization.kv_cache))
+        if value is not None
+    ]
 
 
 def precision_problems(recipe: RecipeSections, architecture: Architecture) -> list[str]:

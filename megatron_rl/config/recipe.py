@@ -447,7 +447,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "rollout.servers.retries": (3, "a request is sent again up to three times"),
     "rollout.servers.concurrency": (None, "a server computes rollout.max_num_seqs responses at a time"),
     "rollout.servers.weights_stall_s": (60.0, "an update that stands still for 60 s breaks off"),
-    "rollout.enable_prefix_caching": (True, "equal beginnings of prompts are always computed once"),
+    "rollout.enable_prefix_caching": (True, "equal beginnings of prompts are computed once wherever vLLM can"),
     "schedule.weight_decay_end": (None, "the weight decay stays learner.optimizer.weight_decay"),
     "schedule.weight_decay_style": ("linear", "the weight decay stays learner.optimizer.weight_decay"),
     "exact.kv_cache": (True, "keys and values of earlier tokens are always kept"),

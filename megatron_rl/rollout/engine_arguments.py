@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from megatron_rl.config.rollout import ON_CUDA, QuantizationConfig, RolloutConfig
-from megatron_rl.model.architecture import read_architecture
+from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.model.families import FAMILIES
 from megatron_rl.rollout import route_store
 
@@ -40,7 +40,8 @@ def engine_arguments(
     from megatron_rl.rollout.worker_extension import STREAM_BACKEND
 
     architecture = read_architecture(model_path)
-    FAMILIES[architecture.model_type].register()
+    family = FAMILIES[architecture.model_type]
+    family.register()
 
     keeps_cache = record_routes and route_store.has_store()
     kv_cache_gib = config.kv_cache_gib or (CPU_KV_CACHE_GIB if device == "cpu" else None)
@@ -64,6 +65,7 @@ def engine_arguments(
         "seed": config.seed,
         "weight_transfer_config": {"backend": STREAM_BACKEND},
         "worker_extension_cls": "megatron_rl.rollout.worker_extension.WorkerExtension",
+        "hf_overrides": {"architectures": [family.hf_class]},  # the part that reads text, of a model that reads more
     }
     if config.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
@@ -84,7 +86,27 @@ def engine_arguments(
         arguments["enable_sleep_mode"] = sleeps
         is_plain = architecture.latent is None and not architecture.has_sinks
         arguments |= kernels_on_cuda(config, has_plain_attention=is_plain) | sums_on_cuda(config)
-    return arguments | quantization_arguments(config.quantization, device)
+    arguments |= quantization_arguments(config.quantization, device)
+    return arguments if architecture.linear is None else arguments | delta_net_arguments(architecture, config, device)
+
+
+def delta_net_arguments(architecture: Architecture, config: RolloutConfig, device: Device) -> dict[str, Any]:
+    """How gated delta nets run. Makes vLLM know what it lacks for them in this process.
+
+    Left to itself, vLLM has the states of Qwen3-Next in the engine's dtype, and on Hopper FlashInfer's kernel for
+    prompts, which is compiled with nvcc. On a CPU it cannot begin with cached blocks: mamba mode `align` needs chunked
+    prefill, without which no seeded request is cut there.
+    """
+    from megatron_rl.rollout import delta_net
+
+    if FAMILIES[architecture.model_type].wrapper is not None:
+        delta_net.register_text_model(on_cpu=device == "cpu")
+    if runs_eagerly(config, device) or device == "cpu":
+        delta_net.tell_prompts_apart()
+    if device == "cpu":
+        delta_net.install()
+    own = {"enable_prefix_caching": False} if device == "cpu" else {"gdn_prefill_backend": "triton"}
+    return {"mamba_ssm_cache_dtype": "float32", **own}
 
 
 def kernels_on_cuda(config: RolloutConfig, has_plain_attention: bool = True) -> dict[str, Any]:

@@ -280,17 +280,22 @@ def check_token_versions(name: str, versions: np.ndarray, begun_with: int, exact
     return 1 + int(np.count_nonzero(np.diff(versions)))
 
 
-def check_lengths(prompts: list[Prompt], sampling: Sampling, max_prompt_length: int, max_response_length: int) -> None:
-    """Raise `InputError` where ``prompts`` or ``sampling`` go beyond what the engine was started for."""
+def check_lengths(
+    prompts: list[Prompt], sampling: Sampling, max_prompt_length: int, max_response_length: int, shortest: int = 1
+) -> None:
+    """Raise `InputError` where ``prompts`` or ``sampling`` go beyond what the engine was started for.
+
+    ``shortest``: 2 where vLLM would take a prompt of one token for a step of decoding (see `delta_net`).
+    """
     if sampling.max_response_length > max_response_length:
         raise InputError(
             f"sampling: max_response_length {sampling.max_response_length} is above the engine's "
             f"{max_response_length} (rollout.max_response_length)"
         )
     for prompt in prompts:
-        if not 0 < len(prompt.tokens) <= max_prompt_length:
+        if not shortest <= len(prompt.tokens) <= max_prompt_length:
             raise InputError(
-                f"prompt {prompt.id!r} has {len(prompt.tokens)} tokens; 1 … {max_prompt_length} are allowed "
+                f"prompt {prompt.id!r} has {len(prompt.tokens)} tokens; {shortest} … {max_prompt_length} are allowed "
                 "(data.prompt.max_length)"
             )
 

@@ -168,7 +168,9 @@ class VllmGenerator:
         if self._wants_weights:
             raise RolloutError("the engine gave up its weights while it slept: `wake`, then `refit`")
         check_version("the engine holds", self._policy_version, policy_version)
-        check_lengths(prompts, sampling, self._max_prompt_length, self._config.max_response_length)
+        reads_one = self._architecture.linear is None or runs_eagerly(self._config, self._device)
+        most = self._max_prompt_length, self._config.max_response_length
+        check_lengths(prompts, sampling, *most, 1 if reads_one else 2)
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
         self._take_cache()
         start = time.perf_counter()
@@ -455,7 +457,8 @@ class VllmGenerator:
                     record_routes=self._record_routes,
                     sleeps=self._sleeps,
                 )
-                llm = LLM(**arguments, hf_overrides=overrides(self._precision))
+                arguments["hf_overrides"] |= overrides(self._precision)
+                llm = LLM(**arguments)
                 llm.init_weight_transfer_engine({"init_info": {}})
             except (RuntimeError, ValueError, AssertionError, MemoryError) as error:
                 process_state.destroy_engine_groups()

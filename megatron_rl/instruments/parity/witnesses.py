@@ -339,7 +339,7 @@ def first_layers_of(a: Architecture, num_layers: int) -> Architecture:
             f"parity: --layers {num_layers}: the model has {a.num_layers} layers; {fewest} … {a.num_layers} are "
             f"allowed{why}"
         )
-    return replace(a, num_layers=num_layers, moe_layers=a.moe_layers[:num_layers], unused_layers=0)
+    return replace(a.of_layers(range(num_layers)), unused_layers=0)
 
 
 def fewest_layers(a: Architecture) -> int:

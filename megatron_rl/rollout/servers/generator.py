@@ -256,6 +256,7 @@ class ServerGenerator:
             precision=precision or PrecisionConfig(),
         )
         architecture = read_architecture(model_path)
+        self._shortest = 1 if architecture.linear is None or config.enforce_eager else 2
         stop_token_ids = resolve_stop_token_ids(config.stop_token_ids, model_path)
         check_weights(HFFolder(model_path), architecture)
         self._servers = RunServers(config, agreed, run_dir, say, stop)
@@ -335,7 +336,8 @@ class ServerGenerator:
         ``policy_version``."""
         sampling = sampling or self._sampling
         check_version("the servers hold", self._policy_version, policy_version)
-        check_lengths(prompts, sampling, self._max_prompt_length, self._config.max_response_length)
+        most = self._max_prompt_length, self._config.max_response_length
+        check_lengths(prompts, sampling, *most, self._shortest)
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
         ranks = self._servers.fetchers
         owners, answers = [ranks[request.row % len(ranks)] for request in requests], None

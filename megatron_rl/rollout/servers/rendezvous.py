@@ -117,7 +117,7 @@ def server_arguments(
 
     arguments = engine_arguments(config, model_path, device, max_prompt_length, record_routes=record_routes)
     arguments |= {
-        "hf_overrides": overrides(precision),
+        "hf_overrides": arguments["hf_overrides"] | overrides(precision),
         "weight_transfer_config": {"backend": SERVER_BACKEND},
         "worker_extension_cls": f"{ServerExtension.__module__}.{ServerExtension.__name__}",
         "distributed_executor_backend": "uni" if config.tensor_parallel == 1 else "mp",

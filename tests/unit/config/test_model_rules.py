@@ -105,6 +105,40 @@ def test_what_no_attention_with_sinks_has_is_refused(sections, said):
     assert model_problems(tiny_recipe(**bf16), gpt_oss, 1, "cpu") == []
 
 
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"rollout": {"engine": "exact"}}, "rollout.engine: exact, but the model (qwen3_next) has gated delta nets"),
+        ({"rollout": {"quantization": {"kv_cache": "fp8"}}}, "rollout.quantization.kv_cache: fp8, but the model"),
+        ({"rollout": {"quantization": {"weights": "fp8"}}}, "rollout.quantization.weights: fp8, but the model"),
+        ({"learner": {"parallel": {"tensor": 32}}}, "learner.parallel.tensor: 32 does not divide the key heads of"),
+        (
+            {"learner": {"parallel": {"tensor": 2, "context": 16}}},
+            "learner.parallel.tensor · context: 32 does not divide the key heads of delta nets (linear_num_key_heads) "
+            "(16)",
+        ),
+        ({"rollout": {"tensor_parallel": 32}}, "rollout.tensor_parallel: 32 does not divide the 16 key heads of delta"),
+    ],
+)
+def test_what_no_delta_net_has_is_refused(sections, said):
+    model = architecture_from(KNOWN_MODELS["Qwen3-Next-80B-A3B-Instruct"])
+    problems = model_problems(tiny_recipe(**sections), model, 32)
+    assert any(problem.startswith(said) for problem in problems), problems
+    assert model_problems(tiny_recipe(learner={"parallel": {"tensor": 2, "context": 2}}), model, 4) == []
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (32, 32), (64, 128), (256, 256)])
+def test_widths_of_delta_nets_that_vllm_lacks_in_bf16_on_a_cpu_are_refused(widths, dtype):
+    model = architecture_from(KNOWN_MODELS["Qwen3-Next-80B-A3B-Instruct"])
+    model = replace(model, linear=replace(model.linear, key_width=widths[0], value_width=widths[1]))
+    precision = {"fp32_router": True, "fp32_head": True}
+    recipe = tiny_recipe(learner={"dtype": dtype}, rollout={"dtype": dtype}, precision=precision)
+    said = [problem for problem in model_problems(recipe, model, 1, "cpu") if "linear_key_head_dim" in problem]
+    assert bool(said) == (dtype == "bf16" and widths not in ((64, 64), (128, 128)))
+    assert not [problem for problem in model_problems(recipe, model, 1, "cuda") if "linear_key_head_dim" in problem]
+
+
 def test_a_latent_vector_that_vllm_has_no_kernel_for_on_a_cpu_is_refused():
     other = replace(MOONLIGHT, latent=replace(MOONLIGHT.latent, rank=256))
     (problem,) = model_problems(tiny_recipe(), other, 1, "cpu")

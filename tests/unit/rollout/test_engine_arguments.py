@@ -102,3 +102,27 @@ def test_latent_attention_has_one_kernel_on_every_cpu(place, dtype, tmp_path, mo
     assert [path.rpartition(".")[2] for path in chosen[False]] == ["CPUMLABackend", "CPUMLABackend"]
     assert [path.rpartition(".")[2] for path in chosen[True]] == ["CPUMLABackend", "AMXMLABackend"]
     assert "attention_backend" not in engine_arguments(config, MODEL, "cpu", 16, record_routes=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_delta_nets_have_states_in_fp32_and_no_kernel_that_nvcc_compiles(device, tmp_path, monkeypatch):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.attention.backends import gdn_attn
+
+    from megatron_rl.rollout import delta_net
+
+    model, calls = save_family(tmp_path, "qwen3_next"), []
+    monkeypatch.setattr(delta_net, "install", lambda: calls.append("kernels"))
+    monkeypatch.setattr(gdn_attn, "split_decodes_and_prefills", None)
+    for eagerly in (True, False):
+        config = RolloutConfig(enforce_eager=eagerly)
+        arguments = engine_arguments(config, model, device, 256, record_routes=False)
+        tells = gdn_attn.split_decodes_and_prefills is not None
+        assert tells == (eagerly or device == "cpu"), "CUDA graphs are made for vLLM's own way"
+        gdn_attn.split_decodes_and_prefills = None
+    own = {"cpu": {"enable_prefix_caching": False}, "cuda": {"gdn_prefill_backend": "triton"}}[device]
+    assert arguments.items() >= ({"mamba_ssm_cache_dtype": "float32"} | own).items()
+    assert {"mamba_ssm_cache_dtype", "gdn_prefill_backend"} <= {f.name for f in dataclasses.fields(AsyncEngineArgs)}
+    assert calls == (["kernels"] * 2 if device == "cpu" else [])
+    others = engine_arguments(config, MODEL, device, 256, record_routes=False)
+    assert not {"mamba_ssm_cache_dtype", "gdn_prefill_backend"} & others.keys()

@@ -1,0 +1,101 @@
+"""vLLM's engine on models with gated delta nets, against transformers' own torch form: before and after an update, in
+every type, from a checkpoint of text alone and from one that also reads pictures."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_rl.checkpoint.hf_folder import HFFolder, model_weights, write_hf_checkpoint
+from megatron_rl.config import load_recipe
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.model.architecture import read_architecture, shape_of
+from megatron_rl.rollout import Sampling
+from megatron_rl.rollout.vllm_engine import VllmGenerator
+from megatron_rl.types import Group, Prompt
+from tests.e2e.hf_reference import flat, load, score
+from tests.parallel.gloo import run_ranks
+from tests.support.families import save_family, save_wrapper
+from tests.support.slow import slow_but
+from tests.support.tiny import REPOSITORY
+from tests.support.twins import STEPS, twin
+
+pytestmark = pytest.mark.usefixtures("cheap_engines")
+DELTA = ("qwen3_next", "qwen3_5_moe_text")
+NATS = 2e-5
+LENGTHS = (1, 3, 70, 130)  # around a chunk of 64, and around the convolution's width
+
+
+@contextmanager
+def engine(model: Path, dtype: str = "fp32"):
+    config = RolloutConfig(dtype=dtype, max_response_length=12, kv_cache_gib=0.25, max_num_seqs=8)
+    generator = VllmGenerator(config, model, max_prompt_length=max(LENGTHS), record_routes=True)
+    try:
+        yield generator
+    finally:
+        generator.close()
+
+
+def asked(vocabulary: int) -> list[Prompt]:
+    draw = np.random.default_rng(0)
+    return [Prompt(id=str(n), tokens=draw.integers(3, vocabulary, n).tolist(), answer="") for n in LENGTHS]
+
+
+def furthest(groups: list[Group], model: Path) -> float:
+    """Largest distance of the engine's log-probs from transformers' in fp32."""
+    theirs, _ = score(load(model), groups, Sampling(12))
+    own = flat(groups, "inference_logprobs")
+    return max(float(np.abs(a - b).max()) for a, b in zip(own, theirs, strict=True))
+
+
+@pytest.mark.parametrize("family", slow_but(DELTA[:1], DELTA))
+def test_log_probs_are_transformers_before_and_after_an_update(family, tmp_path):
+    first, second = (save_family(tmp_path / str(seed), family, seed) for seed in range(2))
+    a = read_architecture(first)
+    with engine(first) as generator:  # whose start has compared every tensor after an update with its own weights
+        prompts = asked(a.vocab_size)
+        before = generator.rollout(prompts, 2, policy_version=0, step=0)
+        assert furthest(before, first) <= NATS
+        generator.refit(model_weights(HFFolder(second), a), 1)
+        after = generator.rollout(prompts, 2, policy_version=1, step=1)
+        assert furthest(after, second) <= NATS
+        assert furthest(after, first) > 100 * NATS
+    for rollout in (rollout for group in before + after for rollout in group.rollouts):  # all layers have experts
+        assert rollout.routed_experts.shape[1:] == (a.num_layers, a.experts_per_token)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_a_checkpoint_that_also_reads_pictures_is_a_twin_of_its_text(dtype, tmp_path):
+    """In bf16 vLLM's own kernel runs. The start of each engine compares all tensors after an update."""
+    whole, text, outputs = save_wrapper(tmp_path / "whole"), tmp_path / "text", []
+    write_hf_checkpoint(text, model_weights(HFFolder(whole), read_architecture(whole)), whole)
+    for model in (text, whole):
+        with engine(model, dtype) as generator:
+            prompts = asked(read_architecture(model).vocab_size)
+            first = generator.rollout(prompts, 2, policy_version=0, step=0)
+            again = generator.rollout(prompts[:1], 2, policy_version=0, step=0)
+        assert flat(again, "tokens") == flat(first, "tokens")[:2], "a prompt of one token begins with an empty state"
+        outputs.append(first)
+    for field in ("tokens", "inference_logprobs"):
+        assert [list(x) for x in flat(outputs[0], field)] == [list(x) for x in flat(outputs[1], field)]
+
+
+RECIPES = sorted((REPOSITORY / "recipes" / "families").glob("*qwen3*.yaml"))
+
+
+@pytest.mark.parametrize("path", slow_but(RECIPES[:1], RECIPES), ids=lambda path: path.stem)
+def test_a_tiny_twin_of_each_recipe_trains_two_steps(path, tmp_path):
+    recipe = load_recipe(path)
+    model = save_family(tmp_path / "model", shape_of(recipe.model.path)[0].model_type)
+    values = twin(recipe, tmp_path, model).model_dump(mode="json")
+    values["model"]["path"], values["rollout"]["kv_cache_gib"] = str(model), 0.25
+    (result,) = run_ranks("tests.e2e.programs.twin", "run_twins", world_size=1, recipes=[values])
+    rows = result["rows"][values["name"]]
+    assert len(rows) == STEPS
+    for row in rows:
+        assert row["router/replay_coverage"] == 1.0
+        assert row["training/rollout_probs_diff_mean"] < 0.1, "that of bf16; another function gives more"
