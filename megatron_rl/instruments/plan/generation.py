@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron_rl.config import Recipe
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.instruments.plan import delta_net
 from megatron_rl.instruments.plan import hardware as hw
 from megatron_rl.instruments.plan.hardware import GIB, GRAPHS_GIB, Gpu
 from megatron_rl.instruments.plan.learner import (
@@ -47,10 +48,15 @@ class EngineMemory:
     cache: float  # keys and values; negative if the budget is too small for the rest
     token_bytes: float  # bytes of the cache per token
     longest: int  # tokens of the longest prompt plus the longest response
+    sequence_bytes: float = 0.0  # bytes of the cache per sequence, whatever its length
+
+    def sequences(self, length: float) -> float:
+        """Return how many sequences of ``length`` tokens fit in the cache."""
+        return self.tokens / (length + self.sequence_bytes / self.token_bytes)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that fit in the cache."""
+        """Number of tokens that fit in the cache, if no sequence had more."""
         return max(0, int(self.cache // self.token_bytes))
 
 
@@ -70,9 +76,10 @@ def engine_memory(recipe: Recipe, a: Architecture, gpu: Gpu, utilization: float)
     width = 2 * max(1, a.num_kv_heads // tp) * a.head_dim
     if a.latent is not None:  # every rank of an engine keeps the whole latent vector
         width = a.latent.rank + a.latent.rotary_width
-    per_token = a.num_layers * width * stored
+    per_token = (a.num_layers - delta_net.layers(a)) * width * stored
     longest = recipe.data.prompt.max_length + rollout.max_response_length
-    return EngineMemory(weights, activations, graphs, cache, per_token, longest)
+    of_sequence = delta_net.sequence_bytes(a, b, tp)
+    return EngineMemory(weights, activations, graphs, cache, per_token, longest, of_sequence)
 
 
 def runtime_bytes(work: Workload) -> float:
@@ -109,7 +116,8 @@ def weight_size(rollout: RolloutConfig) -> float:
 
 def _activations(a: Architecture, tokens: int, b: int, tp: int) -> float:
     """Return a layer's peak over ``tokens`` tokens: stream, residual, and attention or feed-forward."""
-    attention = (query_width(a) + 2 * key_value_width(a)) / tp + query_width(a) / tp
+    attention = ((2 + a.output_gate) * query_width(a) + 2 * key_value_width(a)) / tp
+    attention = max(attention, delta_net.activations(a, b) / b / tp)
     feed_forward = 3 * a.ffn_hidden_size / tp
     if a.is_moe:
         f = a.moe_ffn_hidden_size / tp
@@ -132,6 +140,7 @@ class Decoding:
     token_bytes: float  # of the cache, on one GPU
     products: float  # per sequence
     sequence: float  # per sequence: sampling, and the stream of tokens
+    sequence_bytes: float = 0.0  # of the cache per sequence, on one GPU: read and written
 
     @classmethod
     def of(cls, work: Workload, engine: EngineMemory) -> Decoding:
@@ -150,6 +159,7 @@ class Decoding:
             idle=1 - a.experts_per_token / a.num_experts if a.is_moe else 0.0,
             bandwidth=work.gpu.bandwidth * hw.DECODE_BANDWIDTH,
             token_bytes=engine.token_bytes,
+            sequence_bytes=2 * engine.sequence_bytes,
             products=2 * active_parameters(a) / tp / (work.gpu.flops(rollout.dtype) * hw.DECODE_FLOPS),
             sequence=hw.SERVED_S if work.served or rollout.engine == "vllm_server" else hw.SAMPLED_S,
         )
@@ -157,6 +167,7 @@ class Decoding:
     def step(self, sequences: float, context: float) -> float:
         """Return the seconds of one step of ``sequences`` with ``context`` tokens in total."""
         read = self.weights - self.experts * self.idle**sequences + self.token_bytes * context
+        read += self.sequence_bytes * sequences
         return self.fixed + max(read / self.bandwidth, self.products * sequences) + self.sequence * sequences
 
 
@@ -195,7 +206,7 @@ def generation_seconds(work: Workload, engine: EngineMemory) -> float:
     beside = rollout.engine == "vllm"
     engines = max(1, work.ranks // rollout.tensor_parallel) if beside else rollout.servers.num_expected
     number, law = work.sampled_sequences / engines, Decoding.of(work, engine)
-    slots = max(1.0, min(rollout.max_num_seqs, engine.tokens / work.mean_sequence))
+    slots = max(1.0, min(rollout.max_num_seqs, engine.sequences(work.mean_sequence)))
     prompts = number / rollout.num_samples
     prefill = prompts * work.mean_prompt * prefill_seconds(work)
     if not rollout.max_staleness or rollout.in_flight.mode == "finish":
@@ -207,12 +218,20 @@ def generation_seconds(work: Workload, engine: EngineMemory) -> float:
     return prefill + number * work.mean_response / running * law.step(running, context)
 
 
+def flops_forward(a: Architecture, tokens: float, length: float, attention_cost: float = 1.0) -> float:
+    """Return the operations of a forward pass: two per active parameter and token, causal attention, and delta nets.
+
+    Those of attention count ``attention_cost`` times.
+    """
+    attention = attention_cost * 2 * (a.num_layers - delta_net.layers(a)) * query_width(a) * length
+    return tokens * (2 * active_parameters(a) + attention + delta_net.flops(a))
+
+
 def prefill_seconds(work: Workload) -> float:
     """Return an engine's seconds per token of a mean prompt, with causal attention."""
     a, rollout = work.architecture, work.recipe.rollout
     rate = rollout.tensor_parallel * work.gpu.flops(rollout.dtype) * hw.PREFILL_MFU[a.is_moe]
-    attention = work.gpu.attention_cost * 2 * a.num_layers * query_width(a) * work.mean_prompt
-    return (2 * active_parameters(a) + attention) / rate
+    return flops_forward(a, 1.0, work.mean_prompt, work.gpu.attention_cost) / rate
 
 
 TILE = 64  # rows of a product's tile: exact/kernels
@@ -249,7 +268,7 @@ def exact_generation(work: Workload, cache: EngineMemory) -> float:
     tail = max(0.0, longest - steps)
     prompts = num / max(1.0, recipe.rollout.num_samples / replicas)  # `requests.share_of` assigns samples to replicas
     rate = work.parallel.tensor * work.gpu.flops(recipe.learner.dtype) * work.gpu.fitted(hw.LEARNER_SHARE)
-    flops = 2 * active_parameters(a) + 2 * a.num_layers * query_width(a) * work.mean_prompt
+    flops = flops_forward(a, 1.0, work.mean_prompt)
     return (
         steps * exact_step(work, concurrency, cache.token_bytes * (work.mean_prompt + work.mean_response / 2))
         + tail * exact_step(work, 1.0, cache.token_bytes * (work.mean_prompt + (steps + longest) / 2))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config.learner import LOGIT_CHUNK_ROWS, LearnerConfig, LoraConfig, OffloadConfig, ParallelConfig
 from megatron_rl.config.model_rules import stage_layers
+from megatron_rl.instruments.plan import delta_net
 from megatron_rl.instruments.plan.hardware import DISK, HASH, HOST_LINK
 from megatron_rl.instruments.plan.workload import Workload
 from megatron_rl.model.architecture import Architecture
@@ -29,6 +30,7 @@ class StageParameters:
     largest: int  # parameters of the largest single tensor
     layers: int
     moe_layers: int
+    linear_layers: int
     has_embedding: bool
     has_head: bool
 
@@ -42,11 +44,13 @@ def stage_parameters(a: Architecture, parallel: ParallelConfig) -> list[StagePar
     stages, begun = [], 0
     for stage, per_stage in enumerate(stage_layers(a.num_layers, parallel.pipeline)):
         moe = sum(a.moe_layers[begun : begun + per_stage])
+        linear = sum(a.linear_layers[begun : begun + per_stage])
         begun += per_stage
         first, last = stage == 0, stage == parallel.pipeline - 1
         # Of [V, h]; a tied one is on the first stage and copied on the last.
         tables = int(first or last) if a.tie_embeddings else first + last
-        dense = per_stage * _attention(a, parallel.tensor) + moe * a.hidden_size * a.num_experts
+        dense = (per_stage - linear) * _attention(a, parallel.tensor)
+        dense += linear * delta_net.parameters(a, parallel.tensor) + moe * a.hidden_size * a.num_experts
         dense += (per_stage - moe) * (3 * a.hidden_size * a.ffn_hidden_size) // parallel.tensor
         dense += moe * (3 * a.hidden_size * a.shared_ffn_hidden_size // parallel.tensor)
         dense += moe * (a.hidden_size * a.shared_expert_gate + a.num_experts * a.linear_bias)
@@ -59,6 +63,7 @@ def stage_parameters(a: Architecture, parallel: ParallelConfig) -> list[StagePar
                 largest=max(largest_matrices(a, parallel) + [vocabulary(a, parallel.tensor)] * (tables > 0)),
                 layers=per_stage,
                 moe_layers=moe,
+                linear_layers=linear,
                 has_embedding=first,
                 has_head=last,
             )
@@ -74,12 +79,13 @@ def adapter_parameters(
     Tensor parallelism splits the factor on the same side as the weight.
     """
     h, tp, dense_layers = a.hidden_size, parallel.tensor, stage.layers - stage.moe_layers
-    attention = 2 * h + (2 * query_width(a) + 2 * key_value_width(a)) // tp
+    attention = 2 * h + ((2 + a.output_gate) * query_width(a) + 2 * key_value_width(a)) // tp
     if (m := a.latent) is not None:
         attention = 3 * h + 2 * m.rank + m.rotary_width  # both sides of the key's and value's vector, and the output
         attention += 0 if m.query_rank is None else 2 * m.query_rank
         attention += (query_width(a) + a.num_heads * (m.plain_width + 2 * m.value_width)) // tp
-    dense = stage.layers * attention + dense_layers * (2 * h + 3 * a.ffn_hidden_size // tp)
+    dense = (stage.layers - stage.linear_layers) * attention + stage.linear_layers * delta_net.adapters(a, tp)
+    dense += dense_layers * (2 * h + 3 * a.ffn_hidden_size // tp)
     if a.shared_ffn_hidden_size:
         dense += stage.moe_layers * (2 * h + 3 * a.shared_ffn_hidden_size // tp)
     # fc1 [2f, h] and fc2 [h, f] of every expert of this rank
@@ -113,7 +119,8 @@ def vocabulary(a: Architecture, tp: int) -> int:
 
 def largest_matrices(a: Architecture, parallel: ParallelConfig) -> list[int]:
     """Return the elements of one rank's fc1 and qkv matrices, the largest of a block."""
-    sizes = [a.hidden_size * (query_width(a) + 2 * key_value_width(a)) // parallel.tensor]
+    attention = (1 + a.output_gate) * query_width(a) + 2 * key_value_width(a)
+    sizes = [a.hidden_size * max(attention, delta_net.columns(a)) // parallel.tensor]
     if not all(a.moe_layers):
         sizes.append(2 * a.hidden_size * a.ffn_hidden_size // parallel.tensor)
     if a.is_moe:
@@ -135,7 +142,7 @@ def _attention(a: Architecture, tp: int) -> int:
         of_heads = queries + a.num_heads * (m.rank * (m.plain_width + m.value_width) + h * m.value_width)
         whole = h * (m.rank + m.rotary_width) + m.rank + (0 if m.query_rank is None else (h + 1) * m.query_rank)
         return of_heads // tp + whole + 2 * h
-    matrices = h * (q + 2 * kv) + q * h + a.qkv_bias * (q + 2 * kv) + a.has_sinks * a.num_heads
+    matrices = h * ((1 + a.output_gate) * q + 2 * kv) + q * h + a.qkv_bias * (q + 2 * kv) + a.has_sinks * a.num_heads
     norms = (q + kv) // tp if a.wide_qk_norm else 2 * a.head_dim
     return matrices // tp + 2 * h + a.qk_layernorm * norms + a.linear_bias * h
 
@@ -202,7 +209,7 @@ class Activations:
         """
         a, b, tp = self.architecture, self._b, self.parallel.tensor
         q, kv = query_width(a), key_value_width(a)
-        core = b * ((q + 2 * kv) + q + kv + q) + 4 * a.num_heads
+        core = b * ((q + 2 * kv) + q + kv + q + 3 * q * a.output_gate) + 4 * a.num_heads  # gate, sigmoid, product
         scales = 8 * tp if a.wide_qk_norm else 4 * (a.num_heads + a.num_kv_heads) * a.qk_layernorm
         if self.fused:
             core, angles = core + b * (q + kv * a.wide_qk_norm) * a.qk_layernorm, 4 * a.head_dim * b
@@ -211,6 +218,16 @@ class Activations:
             core, angles = core + b * kv * (2 * self.parallel.context - 1), a.head_dim * b * (b == 2)
             core += b * (q + 2 * kv) * a.wide_qk_norm  # before the norm and behind it
         return self._norm() + self.tokens * ((core + scales) / tp + angles)
+
+    def delta_net(self) -> float:
+        """Return what a delta net keeps beyond `attention`."""
+        a = self.architecture
+        own = self.tokens * delta_net.activations(a, self._b) / self.parallel.tensor
+        return self._norm() + own - self.attention()
+
+    def widest(self, moe: bool) -> float:
+        """Return the bytes kept for one layer of those that keep most."""
+        return self.layer(moe) + max(0.0, self.delta_net())
 
     def _gated(self, width: int) -> float:
         """Return the bytes kept by a dense block: fc1's output (2f), silu(gate), up, and their product for fc2."""
@@ -279,6 +296,7 @@ class Activations:
             block = max(exchange + self._routed * 5 * f * b + weights, self._gated_backward(a.shared_ffn_hidden_size))
         else:
             block = self._gated_backward(a.ffn_hidden_size)
+        block = max(block, self.tokens * delta_net.backward(a, b) / p.tensor)
         rows = max(self._local_tokens * a.hidden_size, self.tokens * query_width(a) / p.tensor)
         return stream + max(block, 0.0 if self.fused else 5 * 4 * rows)
 
@@ -400,12 +418,13 @@ def _activations(
     kinds = [True] * (stage.moe_layers > 0) + [False] * (stage.moe_layers < stage.layers)
     dense_layers = stage.layers - stage.moe_layers
     total = stage.moe_layers * kept.layer(True) + dense_layers * kept.layer(False)
+    total += stage.linear_layers * kept.delta_net()
     merged = {moe: _merged_weights(kept.architecture, learner, moe) for moe in kinds}
     all_merged = stage.moe_layers * merged.get(True, 0.0) + dense_layers * merged.get(False, 0.0)
     at_hand = max(kept.layer_backward(moe) for moe in kinds)
     if learner.recompute == "full":
         each = stage.layers * kept.layer_input()
-        at_hand += max(kept.layer(moe) for moe in kinds) + max(merged.values())
+        at_hand += max(kept.widest(moe) for moe in kinds) + max(merged.values())
         if kept.parallel.expert * kept.parallel.expert_tensor > 1 or kept.fused:
             # Megatron's token dispatcher keeps the input of the recomputed layer and its gradient.
             at_hand += stage.moe_layers * kept.layer_input()
@@ -421,8 +440,8 @@ def _merged_weights(a: Architecture, learner: LearnerConfig, moe: bool) -> float
     """Return the bytes of a layer's merged weights, kept from its forward to its backward pass."""
     if learner.lora is None:
         return 0.0
-    p, width = learner.parallel, (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim
-    width //= p.tensor
+    p, width = learner.parallel, ((2 + a.output_gate) * a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    width = max(width, delta_net.columns(a)) // p.tensor
     width += 3 * a.moe_ffn_hidden_size * (a.num_experts // p.expert) if moe else 3 * a.ffn_hidden_size // p.tensor
     return a.hidden_size * width * BYTES[learner.dtype]
 

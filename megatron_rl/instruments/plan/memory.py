@@ -78,7 +78,7 @@ class MemoryPlan:
     @property
     def holds_longest(self) -> bool:
         """Whether the longest possible sequence fits in the engine's cache."""
-        return self.cache.tokens >= self.cache.longest
+        return self.cache.sequences(self.cache.longest) >= 1
 
     @property
     def fits(self) -> bool:
@@ -245,7 +245,7 @@ def _forward(work: Workload) -> float:
         recipe.precision.fp32_head,
         recipe.learner.fused_head,
     )
-    return max(activations.layer(moe) for moe in set(work.architecture.moe_layers)) + activations.head_peak()
+    return max(activations.widest(moe) for moe in set(work.architecture.moe_layers)) + activations.head_peak()
 
 
 def second_weights(work: Workload, *shapes: Architecture | None) -> float:

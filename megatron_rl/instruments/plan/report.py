@@ -203,9 +203,9 @@ def _cache(work: Workload, memory: MemoryPlan) -> list[str]:
             f"cache         {cache.tokens} tokens a replica of the exact engine: {cache.tokens / cache.longest:.1f} "
             f"longest sequences (rollout.max_num_seqs {rollout.max_num_seqs})"
         ]
-    at_once = min(rollout.max_num_seqs, int(engine.tokens / work.mean_sequence))
+    at_once = min(rollout.max_num_seqs, int(engine.sequences(work.mean_sequence)))
     return [
-        f"cache         {engine.tokens} tokens an engine: {engine.tokens / engine.longest:.1f} longest sequences, "
+        f"cache         {engine.tokens} tokens an engine: {engine.sequences(engine.longest):.1f} longest sequences, "
         f"{at_once} mean ones at a time (rollout.max_num_seqs {rollout.max_num_seqs})"
     ]
 

@@ -273,13 +273,14 @@ def _holds(work: Workload, phase: str, **changes: object) -> bool:
 
 def _cache_problem(work: Workload, plan: MemoryPlan) -> str:
     engine, rollout = plan.cache, work.recipe.rollout
-    lacking = engine.longest * engine.token_bytes - engine.cache
+    needed = engine.longest * engine.token_bytes + engine.sequence_bytes
+    lacking = needed - engine.cache
     text = (
         f"generating: the engine's cache holds {engine.tokens} tokens, one longest sequence has {engine.longest} "
         f"(data.prompt.max_length + rollout.max_response_length); {lacking / GIB:.1f} GiB a GPU are lacking. "
     )
     if rollout.kv_cache_gib is not None:
-        return text + f"Raise rollout.kv_cache_gib to {math.ceil(4 * engine.longest * engine.token_bytes / GIB) / 4}"
+        return text + f"Raise rollout.kv_cache_gib to {math.ceil(4 * needed / GIB) / 4}"
     needed = rollout.gpu_memory_utilization + lacking / GIB / work.gpu.memory_gib
     if plan.placement == "colocated" and needed <= largest_utilization(work):
         return text + f"Raise rollout.gpu_memory_utilization to {math.ceil(20 * needed) / 20:.2f}"

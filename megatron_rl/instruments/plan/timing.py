@@ -11,13 +11,12 @@ from dataclasses import dataclass, fields, replace
 
 from megatron_rl.config.model_rules import stage_layers
 from megatron_rl.instruments.plan import hardware as hw
-from megatron_rl.instruments.plan.generation import EngineMemory, exact_generation, generation_seconds
+from megatron_rl.instruments.plan.generation import EngineMemory, exact_generation, flops_forward, generation_seconds
 from megatron_rl.instruments.plan.learner import (
     BYTES,
     GRADIENT_BYTES,
     active_parameters,
     key_value_width,
-    query_width,
     stage_parameters,
     total_parameters,
 )
@@ -163,14 +162,6 @@ def _pass_seconds(work: Workload) -> PassSeconds:
     )
 
 
-def flops_forward(a: Architecture, tokens: float, length: float, attention_cost: float = 1.0) -> float:
-    """Return the operations of a forward pass: two per active parameter and token, and causal attention.
-
-    Those of attention count ``attention_cost`` times.
-    """
-    return tokens * (2 * active_parameters(a) + attention_cost * 2 * a.num_layers * query_width(a) * length)
-
-
 def _slowest_stage(work: Workload) -> float:
     """Return the work of the slowest stage over that of the mean one; all stages wait for it. One with the head has
     fewer layers where the layers do not divide."""
@@ -287,9 +278,9 @@ def _offload(work: Workload) -> float:
 def num_tensors(a: Architecture) -> int:
     """Return the number of tensors of a Hugging Face checkpoint."""
     rows = [weight for weight in FAMILIES[a.model_type].layer if EXPERT not in weight.hf[0]]
-    in_layer = {is_moe: sum(len(w.hf) for w in rows if w.is_in(a, is_moe)) for is_moe in set(a.moe_layers)}
+    in_layers = sum(len(w.hf) for layer in range(a.num_layers) for w in rows if w.is_of(a, layer))
     outside = 3 - a.tie_embeddings  # embedding, last norm, head
-    return sum(in_layer[is_moe] for is_moe in a.moe_layers) + outside + num_expert_matrices(a)
+    return in_layers + outside + num_expert_matrices(a)
 
 
 def num_expert_matrices(a: Architecture) -> int:
