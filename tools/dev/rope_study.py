@@ -1,8 +1,8 @@
 """How far apart the rotary embeddings of learner and engine leave attention logits in bf16.
 
-    python -m tools.dev.rope_study
+    python -m tools.dev.rope_study [BIAS]
 
-Queries and keys of width 128 are drawn from N(0, 1.5²), at positions up to 32768, with Qwen3's base of 1e6. Printed is
+BIAS, 0 if not given, is added to two components of each key, as biases of keys are in Qwen2.5 (100 and more). Queries and keys of width 128 are drawn from N(0, 1.5²), at positions up to 32768, with Qwen3's base of 1e6. Printed is
 the root mean square of the difference of q·k / √128 under two of three arithmetics, read in the sources of each:
 
 fused    TransformerEngine's kernel: tables and products in fp32, one rounding
@@ -12,6 +12,7 @@ vllm     vLLM 0.30, on CPUs and GPUs: tables in bf16, products in fp32, one roun
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -48,10 +49,12 @@ def vllm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 ARITHMETICS: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], ...] = (fused, unfused, vllm)
 
 
-def study(longest: int, num_pairs: int = NUM_PAIRS) -> dict[str, float]:
+def study(longest: int, num_pairs: int = NUM_PAIRS, bias: float = 0.0) -> dict[str, float]:
     """Return the differences, and the standard deviation of the logits, for positions below ``longest``."""
     generator = torch.Generator().manual_seed(0)
-    vectors = [(torch.randn(num_pairs, WIDTH, generator=generator) * STD).bfloat16() for _ in range(2)]
+    vectors = [torch.randn(num_pairs, WIDTH, generator=generator) * STD for _ in range(2)]
+    vectors[1][:, WIDTH // 2 - 1 :: WIDTH // 2] += bias  # the pair that turns slowest
+    vectors = [vector.bfloat16() for vector in vectors]
     places = torch.randint(0, longest, (2, num_pairs), generator=generator).sort(dim=0, descending=True).values
     turned = [(x, *tables(at)) for x, at in zip(vectors, places, strict=True)]
     logits = {}
@@ -69,4 +72,4 @@ def table(rows: list[dict[str, float]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(table([study(longest) for longest in POSITIONS])))
+    print("\n".join(table([study(longest, bias=float([*sys.argv, "0"][1])) for longest in POSITIONS])))

@@ -34,10 +34,15 @@ def test_softmax_table_of_precision_md():
 
 
 def test_rotary_embeddings_of_precision_md():
-    figures, words = study_of_rope(32768), " ".join((DOCS / "precision.md").read_text().split())
-    told = re.search(r"\(std ([\d.]+), positions up to 32768\) are ([\d.]+) from vLLM's with it and ([\d.]+)", words)
-    want = (figures["std of logits"], figures["fused - vllm"], figures["unfused - vllm"])
-    assert told.groups() == tuple(f"{value:.{digits}f}" for value, digits in zip(want, (2, 4, 4), strict=True))
+    words = " ".join((DOCS / "precision.md").read_text().split())
+    normed, biased = study_of_rope(32768), study_of_rope(32768, bias=100.0)
+    told = re.search(
+        r"\(std ([\d.]+), positions up to 32768\) are ([\d.]+) from vLLM's with it and ([\d.]+) .* "
+        r"biased by 100, which Qwen2.5 may have, they are ([\d.]+) and ([\d.]+) from it",
+        words,
+    )
+    apart = [figures[f"{which} - vllm"] for figures in (normed, biased) for which in ("fused", "unfused")]
+    assert told.groups() == (f"{normed['std of logits']:.2f}", *(f"{value:.4f}" for value in apart))
 
 
 def surge_rows() -> dict[str, list[list[float]]]:
