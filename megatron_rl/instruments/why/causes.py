@@ -354,7 +354,7 @@ CAUSES = (
         ("rollout.engine=exact",),
         (RHO,),
         "engine and learner no longer agree: the engine has other weights (old, or a wrong tensor), or its "
-        "log-probs are made another way than the samples (temperature, top-p)",
+        "log-probs are made another way than the samples (temperature, top-p), or responses stand under other prompts",
         PARITY,
     ),
     Cause("rounding", "rollout.quantization learner.dtype rollout.dtype", _rounding),
