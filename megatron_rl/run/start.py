@@ -82,7 +82,7 @@ class Run:
     evidence: Evidence
     rollbacks: Rollbacks
     train: PromptSet  # all prompts that ``prompts`` draws from
-    teachers: Teachers | None  # those with engines of their own
+    teachers: Teachers | None = None  # those with engines of their own
     failures_said: set[tuple[str, str, str]] = field(default_factory=set)  # kinds of reward failures in the log
 
     def record(self, step: int, metrics: dict[str, float], groups: list[Group] | None = None) -> list[AlarmEvent]:

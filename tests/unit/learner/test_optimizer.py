@@ -167,7 +167,7 @@ def test_the_loop_gives_the_detector_optimizer_steps():
     from megatron_rl.train import update
 
     learner = CountingLearner(build(config(mode="auto"), lr=1e-6), minibatches=4)
-    recipe = SimpleNamespace(acceptance=None)
+    recipe = SimpleNamespace(acceptance=None, objective=SimpleNamespace(kl_in_reward=None))
     run_ = SimpleNamespace(recipe=recipe, learner=learner, generator=MagicMock(), monitor=MagicMock())
     recorded = []
     for step in range(120):
