@@ -147,7 +147,7 @@ class CountingLearner:
         self.scheduler, self.minibatches, self.num_updates, self.rates = scheduler, minibatches, 0, []
         self.config = LearnerConfig()
 
-    def update(self, batch: SimpleNamespace) -> dict[str, float]:
+    def update(self, batch: SimpleNamespace, complete: None) -> dict[str, float]:
         for i in range(self.minibatches):
             self.rates.append(self.scheduler.optimizer.param_groups[0]["lr"])
             if not (batch.step == 3 and i == 1):  # one update overflows
