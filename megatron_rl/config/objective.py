@@ -329,6 +329,13 @@ class ObjectiveConfig(Section):
                 f"router_shift with policy term {name}, anchor {self.anchor}: it weighs the ratio of the learner's two "
                 "policies; use a term with r and anchor: recompute, or null"
             )
+        is_other_ratio = self.anchor == "interpolate" or self.router_shift is not None
+        if is_other_ratio and self.kl_loss is not None and self.kl_loss.unbiased:
+            key = "anchor: interpolate" if self.router_shift is None else f"router_shift: {self.router_shift:g}"
+            raise ValueError(
+                f"kl_loss.unbiased: true with {key}, under which r is not the ratio to a policy that sampled; use "
+                "unbiased: false"
+            )
         if self.score_centering:
             self._check_centering(name)
         if sum(item.mode == "m2po" for item in self.correction) > 1:

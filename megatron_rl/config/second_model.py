@@ -11,7 +11,7 @@ from megatron_rl.config.base import AnyPath, LookedUp, Section
 
 class SecondModelConfig(Section):
     path: Annotated[AnyPath | None, LookedUp(hub="model")] = None
-    """Its folder, as `model.path`, with the same vocabulary. null: the checkpoint that the policy starts from."""
+    """Its folder, as `model.path`, with the same vocabulary. null: that folder."""
 
 
 class ReferenceConfig(SecondModelConfig):

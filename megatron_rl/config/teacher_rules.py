@@ -16,6 +16,10 @@ def teacher_problems(recipe: RecipeSections) -> list[str]:
             "objective.advantage: none without a teacher that has a weight: every advantage would be 0; set teacher, "
             "or another advantage"
         )
+    if objective.advantage == "none" and objective.kl_in_reward is not None:
+        problems.append(
+            "objective.kl_in_reward: set with objective.advantage: none, which learns nothing from rewards; use kl_loss"
+        )
     for key, model in ({} if teacher is None else teacher.models).items():
         problems += _model_problems(recipe, model, f"{key}.engine: {model.engine}")
     if not teaches:
@@ -29,6 +33,14 @@ def teacher_problems(recipe: RecipeSections) -> list[str]:
         "objective.correction: opsm": (
             any(item.mode == "opsm" for item in objective.correction),
             "it drops responses by the sign of their advantage, which differs from token to token; leave it out",
+        ),
+        "objective.correction: m2po": (
+            objective.m2po_threshold is not None,
+            "it chooses tokens by the signs of advantages before the teacher's part is in them; leave it out",
+        ),
+        "objective.correction: a function with renormalize": (
+            any(item.mode == "function" and item.renormalize for item in objective.correction),
+            "it is counted by advantages before the teacher's part is in them; use renormalize: false",
         ),
         "acceptance: set": (recipe.acceptance is not None, "it judges updates by rewards alone; use null"),
     }

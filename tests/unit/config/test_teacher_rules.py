@@ -72,6 +72,15 @@ def test_what_goes_together(sections):
         ({"teacher": {}, "batch": {"filter_groups": True}}, "batch.filter_groups: true with teacher.weight 1: groups"),
         ({"teacher": {}, "objective": {"advantage": "min_variance"}}, "advantage: min_variance with teacher.weight 1"),
         ({"teacher": {}, "objective": {"correction": ["opsm"]}, "batch": {"minibatches": 2}}, "correction: opsm with"),
+        ({"teacher": {}, "objective": {"correction": ["m2po"]}}, "correction: m2po with teacher.weight 1: it chooses"),
+        (
+            {"teacher": {}, "objective": {"correction": [{"mode": "f.py:keep", "renormalize": True}]}},
+            "a function with renormalize with teacher.weight 1",
+        ),
+        (
+            {"teacher": {}, "reference": {}, "objective": {**ALONE, "kl_in_reward": {}}},
+            "objective.kl_in_reward: set with objective.advantage: none",
+        ),
         (
             {"teacher": {}, "acceptance": {"tolerance": 0.1}, "data": {"validation": "v.jsonl"}},
             "acceptance: set with teacher.weight 1: it judges updates by rewards alone",

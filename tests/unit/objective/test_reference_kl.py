@@ -222,6 +222,9 @@ def test_refused():
         )
     with pytest.raises(ValidationError, match=r"type k3\+, whose gradient is k2's; use k3"):
         ObjectiveConfig.model_validate({"kl_loss": {"type": "k3+", "unbiased": True}})
+    for keys in ({"anchor": "interpolate"}, {"router_shift": 0.8}):
+        with pytest.raises(ValidationError, match=r"kl_loss\.unbiased: true with"):
+            ObjectiveConfig.model_validate({"kl_loss": {"unbiased": True}, **keys})
 
 
 def test_k1_in_the_loss_is_warned_of():
