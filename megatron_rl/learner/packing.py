@@ -20,7 +20,7 @@ from megatron_rl.layers.context import WHOLE_ROW, ContextShare
 from megatron_rl.learner.model import use_transformer_engine
 from megatron_rl.objective import Denominators, ObjectiveInputs, compute_denominators
 from megatron_rl.objective.corrections import condensed
-from megatron_rl.process.ranks import gather_objects, world_rank, world_size
+from megatron_rl.process.ranks import world_rank, world_size
 from megatron_rl.routing import RouteSlice
 from megatron_rl.types import SCORED_ARRAYS, Batch, Rollout
 
@@ -237,10 +237,24 @@ def minibatch_denominators(sequences: list[Rollout], config: ObjectiveConfig) ->
     sums = counts.as_tensor()  # whole numbers, in any order, but for the sum of the weights
     if world_size() > 1:
         dist.all_reduce(sums)
-    moments = [rows for rows in gather_objects(counts.moments) if rows is not None] if config.m2po_threshold else []
-    return replace(
-        Denominators.from_tensor(sums.tolist(), counts.renormalized), moments=torch.cat(moments) if moments else None
-    )
+    moments = None
+    if config.m2po_threshold:  # one row says the same as all
+        moments = torch.tensor([[_first_dropped(counts.moments, config.m2po_threshold), 1.0]], dtype=torch.float64)
+    return replace(Denominators.from_tensor(sums.tolist(), counts.renormalized), moments=moments)
+
+
+def _first_dropped(moments: torch.Tensor | None, threshold: float) -> float:
+    """`smallest_dropped` of all ranks, by bisection over the bits of float32: no square travels. Collective."""
+    square, number = torch.zeros(2, 0) if moments is None else moments.unbind(1)
+    low, high = (int(np.float32(x).view(np.int32)) for x in (0.0, np.inf))
+    while low < high:
+        middle = (low + high) // 2
+        seen = number * (square <= float(np.int32(middle).view(np.float32)))
+        sums = torch.stack([(square * seen).sum(), seen.sum()]).double()
+        if world_size() > 1:
+            dist.all_reduce(sums)
+        low, high = (low, middle) if sums[0] > threshold * sums[1] else (middle + 1, high)
+    return float(np.int32(low).view(np.float32))
 
 
 def _count(sequences: list[Rollout], config: ObjectiveConfig) -> Denominators:

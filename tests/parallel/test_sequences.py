@@ -91,9 +91,11 @@ def test_the_sum_of_the_weights_is_that_of_all_ranks_together():
 
 
 def test_the_second_moment_is_that_of_all_ranks_together():
-    limits = {smallest_dropped(r[k][-1], 0.3).item() for r in run("denominators", 4, correction=M2PO) for k in r}
+    ranks = run("denominators", 4, correction=M2PO)
+    limits = {smallest_dropped(r[k][-1], 0.3).item() for r in ranks for k in r}
     assert len(limits) == 1
     assert 0.3 < limits.pop() < float("inf")
+    assert {len(r["found"][-1]) for r in ranks} == {1}, "no rank has the squares of another"
 
 
 @pytest.mark.parametrize("routes", [False, True])

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.layers.context import WHOLE_ROW
-from megatron_rl.learner.packing import Row, build_microbatch, deal
+from megatron_rl.learner.packing import Row, _first_dropped, build_microbatch, deal
+from megatron_rl.objective.corrections import condensed, smallest_dropped
 from megatron_rl.types import Batch, Rollout
 from tests.support.groups import whole_sequence
 from tests.support.rounding import assert_as_double
@@ -154,3 +155,12 @@ def test_packed_attention_equals_one_sequence_at_a_time(lengths):
 
     computed = [out, *torch.autograd.grad((out * weight).sum(), (q, k, v))]
     assert_as_double(computed, reference, [q, k, v], longest_sum=max(8, *lengths))
+
+
+@pytest.mark.parametrize("threshold", [0.01, 0.04, 0.3, 5.0, 1e9])
+def test_the_first_square_that_is_dropped_is_found_without_sorting(threshold):
+    squares = np.random.default_rng(1).normal(0, 0.7, 500).astype(np.float32) ** 2
+    rows = torch.from_numpy(np.stack([squares, np.arange(500) % 3 > 0], 1)).double()
+    want = smallest_dropped(rows, threshold).item()
+    assert _first_dropped(rows, threshold) == _first_dropped(condensed(rows, threshold), threshold) == want
+    assert _first_dropped(None, threshold) == np.inf
