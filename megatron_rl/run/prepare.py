@@ -20,6 +20,7 @@ from megatron_rl.checkpoint.manifest import list_checkpoints
 from megatron_rl.config import Recipe
 from megatron_rl.config.base import how_to_download
 from megatron_rl.config.model_rules import (
+    beyond_exact,
     contract,
     cpu_problems,
     cuda_problems,
@@ -258,6 +259,18 @@ def _is_on_learner(recipe: Recipe, key: str) -> bool:
     return key == "reference.path" or (key == "teacher.path" and recipe.teacher.engine == "learner")
 
 
+def _folder_problems(recipe: Recipe, path: Path, on_learner: bool) -> list[str]:
+    """Why an engine cannot hold the second model of the folder ``path``."""
+    try:
+        architecture = read_architecture(path)
+        check_weights(HFFolder(path), architecture)
+    except InputError as error:
+        return [str(error).removeprefix("model.path: ")]
+    is_exact = on_learner and recipe.rollout.engine == "exact"
+    beyond = beyond_exact(architecture, recipe.learner.parallel.tensor) if is_exact else None
+    return [f"{path}: rollout.engine: exact, but {beyond}, which it does not compute"] if beyond else []
+
+
 def check_second_models(recipe: Recipe, tokenizer: Any, vocab_size: int, data_sources: set[str]) -> None:
     """Raise `InputError` where a second model reads other tokens than the policy writes, or teaches nothing."""
     problems = []
@@ -277,6 +290,8 @@ def check_second_models(recipe: Recipe, tokenizer: Any, vocab_size: int, data_so
                 f"the first is {shown(text, 60)} with id {number}; it would read other text than was written; use a "
                 "model of the same tokenizer"
             )
+        elif exactly or recipe.teacher.models[key.removesuffix(".path")].engine == "vllm":
+            problems += [f"{key}: {problem}" for problem in _folder_problems(recipe, path, exactly)]
     for i, teacher in enumerate(recipe.teacher.by_source if recipe.teacher is not None else ()):
         if unknown := sorted(set(teacher.data_sources) - data_sources):
             problems.append(

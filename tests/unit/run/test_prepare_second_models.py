@@ -87,6 +87,18 @@ def test_a_folder_that_is_not_there_is_named():
     assert "teacher.path nowhere" in dict(report(recipe, None, offline=True))["not here"]
 
 
+def test_a_folder_without_all_tensors_is_named_before_the_run(tmp_path):
+    def deeper(values):
+        values["num_hidden_layers"] += 1
+
+    path = changed(tmp_path / "second", "config.json", deeper)
+    recipe = tiny_recipe(teacher={"path": path}, reference={"path": path})
+    with pytest.raises(InputError, match=r"reference.path: /.*second.*\n.*teacher.path: /"), prepare(recipe, 1):
+        pass
+    with prepare(tiny_recipe(teacher={**SERVED, "path": path}), 1):
+        pass
+
+
 def test_a_layout_that_cannot_hold_a_second_model_is_named(tmp_path):
     path = changed(tmp_path / "second", "config.json", headed)
     recipe = tiny_recipe(teacher={"engine": "learner", "path": path}, learner={"parallel": {"tensor": 2}})
