@@ -18,7 +18,7 @@ import numpy as np
 from megatron_rl.config import Recipe
 from megatron_rl.config.rollout import QuantizationConfig, RolloutConfig
 from megatron_rl.config.second_model import TeacherModelConfig
-from megatron_rl.process.ranks import gather_objects, together
+from megatron_rl.process.ranks import gather_objects, together, world_rank
 from megatron_rl.rollout.generator import RolloutError, checked_scores
 from megatron_rl.rollout.servers.client import RequestRefused, ServerClient, ServerError
 from megatron_rl.rollout.servers.rendezvous import Address, read_token
@@ -87,7 +87,7 @@ class ServerScorer:
             async with places:
                 failures: list[str] = []
                 for attempt in range(RETRIES + 1):
-                    which = (number + attempt) % len(clients)
+                    which = (world_rank() + number + attempt) % len(clients)
                     try:
                         return await self._score(clients[which], self._models[which], rollout)
                     except ServerError as error:

@@ -261,8 +261,10 @@ class Guard:
         return await _answer(send, 200, {"version": version, **amount})
 
     async def _score(self, receive: Receive, send: Send) -> None:
-        """Score for a teacher, whether or not the server is open: its weights are those that it started with."""
+        """Score for a teacher. Refused where a run has replaced the weights that the server started with."""
         try:
+            if self._state.openings:
+                raise ValueError("a run has replaced this server's weights; start one for the teacher alone")
             answer = await _unless_left(receive, self._state.score(await _body(receive)))
         except (ValueError, TypeError, KeyError) as error:
             return await _answer(send, REFUSED, {"error": f"{type(error).__name__}: {error}"})

@@ -221,6 +221,21 @@ def test_the_route_of_a_server_scores_while_it_is_closed():
     assert ask({}, token="another-token-of-tests")[0] == 401
 
 
+def test_a_server_whose_weights_a_run_has_replaced_is_no_teacher():
+    guard = Guard(None, GuardState(token=TOKEN, score=None, openings=2))
+    status, answer = asyncio.run(call(guard, "/megatron_rl/score", body={"token_ids": [1, 2], "first": 1}))
+    assert status == 400
+    assert "a run has replaced this server's weights" in answer["error"]
+
+
+def test_ranks_begin_at_different_addresses(monkeypatch):
+    with served(of_vllm, of_vllm) as servers:
+        for rank in (0, 1):
+            monkeypatch.setattr(scoring, "world_rank", lambda rank=rank: rank)
+            ServerScorer([one.url for one in servers], MOST, 60.0, at_once=1).score([rollout([7, 8])])
+        assert [sum(path == "/v1/completions" for path, *_ in one.asked) for one in servers] == [1, 1]
+
+
 class Model:
     def __init__(self, offset) -> None:
         self.offset, self.asked, self.is_closed = offset, [], False
