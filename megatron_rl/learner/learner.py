@@ -57,7 +57,7 @@ from megatron_rl.learner.passes import (
 from megatron_rl.learner.process_groups import initialize
 from megatron_rl.learner.router_biases import RouterBiases
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
-from megatron_rl.learner.second_model import SecondModel, load_second_model, take_off_rewards
+from megatron_rl.learner.second_model import SecondModel, load_second_model, refuse_nan, take_off_rewards
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.objective import (
     Denominators,
@@ -71,7 +71,7 @@ from megatron_rl.objective import (
 )
 from megatron_rl.objective.metrics import EFFECTIVE_SAMPLE
 from megatron_rl.process import fp32_products as products
-from megatron_rl.process.ranks import gather_objects, world_rank
+from megatron_rl.process.ranks import gather_objects, together, world_rank
 from megatron_rl.process.run_files import settled
 from megatron_rl.rollout.weights import rounded_weights
 from megatron_rl.schedule import bounded_factor, rate_factor
@@ -237,6 +237,7 @@ class Learner:
                 packed = [m for indices in parts for m in model.passes.microbatches(batch, indices)]
                 logprobs = self._forward(model.passes, model.head, packed, "native")
                 logprobs = hand_over_logprobs(batch, logprobs, source, target, self.replicas)
+                together(name, partial(refuse_nan, name, logprobs, self.config.dtype))
                 for i, sequence in enumerate(batch.sequences):
                     setattr(sequence, name, logprobs.get(i))
         in_reward = self.recipe.objective.kl_in_reward

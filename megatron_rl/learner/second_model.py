@@ -6,7 +6,7 @@ experts, also where routes of the policy are replayed. On a GPU its weights lie 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config import Recipe
 from megatron_rl.config.policy_terms import KlInReward
+from megatron_rl.errors import InputError
 from megatron_rl.learner.logprobs import FusedHead
 from megatron_rl.learner.model import build_model
 from megatron_rl.learner.offload import Visitor
@@ -50,6 +51,16 @@ def load_second_model(path: Path, recipe: Recipe, device: torch.device, exact: b
     head = FusedHead(model) if config.fused_head else None
     passes = Passes(model, model, config, device, None, exact, phase, weights)
     return SecondModel(passes, head, Visitor(model.parameters(), device).here)
+
+
+def refuse_nan(name: str, logprobs: Mapping[int, np.ndarray], dtype: str) -> None:
+    """Raise `InputError` where a log-prob is no number: losses and rewards would be none, and weights after them."""
+    if any(np.isnan(array).any() for array in logprobs.values()):
+        section = name.removesuffix("_logprobs")
+        raise InputError(
+            f"{section}: a log-prob under it is NaN, with learner.dtype: {dtype}; use a model that computes in this "
+            "type, or bf16"
+        )
 
 
 def take_off_rewards(batch: Batch, config: KlInReward) -> float:

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ from megatron_rl.config.second_model import TeacherModelConfig
 from megatron_rl.process.ranks import gather_objects, together, world_rank
 from megatron_rl.rollout.generator import RolloutError, checked_scores
 from megatron_rl.rollout.servers.client import RequestRefused, ServerClient, ServerError
-from megatron_rl.rollout.servers.rendezvous import Address, read_token
+from megatron_rl.rollout.servers.rendezvous import CONFIG_FILE, Address, digest_of_config, read_token
 from megatron_rl.rollout.servers.wire import COMPLETIONS, MODELS, SETTINGS
 from megatron_rl.types import Group, Rollout, TokenScorer
 
@@ -32,12 +33,16 @@ MIN_LOGPROB = -1e4  # what a mean takes for -inf, as the objective does
 class ServerScorer:
     """`TokenScorer` on servers that hold the teacher.
 
-    ``most_tokens``: of prompt and response. ``at_once``: requests in flight to one address. Raises `RolloutError` where
-    an address does not answer, or its model is too short.
+    ``most_tokens``: of prompt and response. ``at_once``: requests in flight to one address. ``path``: the teacher's
+    folder. Raises `RolloutError` where an address does not answer, its model is too short, or, of our servers, has
+    another config.
     """
 
-    def __init__(self, addresses: Sequence[str], most_tokens: int, deadline_s: float, at_once: int) -> None:
+    def __init__(
+        self, addresses: Sequence[str], most_tokens: int, deadline_s: float, at_once: int, path: Path | None = None
+    ) -> None:
         self._addresses, self._deadline_s, self._at_once = list(addresses), deadline_s, at_once
+        self._config = None if path is None else digest_of_config(path / CONFIG_FILE)
         self._token = read_token() or ""
         self._models = asyncio.run(self._with_clients(partial(self._find, most_tokens)))
 
@@ -64,7 +69,13 @@ class ServerScorer:
             name, longest = None, None
             try:
                 with suppress(RequestRefused):  # another kind of server
-                    longest = (await client.ask("GET", SETTINGS))["agreed"]["max_model_len"]
+                    agreed = (await client.ask("GET", SETTINGS))["agreed"]
+                    longest = agreed["max_model_len"]
+                    if self._config not in (None, agreed["config"]):
+                        raise RolloutError(
+                            f"teacher.addresses: {client.address.url} holds a model with another config.json than "
+                            "teacher.path; give the address of a server of that model, or its folder"
+                        )
                 if longest is None:
                     model = (await client.ask("GET", MODELS))["data"][0]
                     name, longest = model["id"], model.get("max_model_len")
@@ -187,7 +198,7 @@ def _scorer(recipe: Recipe, model: TeacherModelConfig, device: Literal["cpu", "c
     rollout, longest_prompt = recipe.rollout, recipe.data.prompt.max_length
     if model.engine == "vllm_server":
         most = longest_prompt + rollout.max_response_length
-        return ServerScorer(model.addresses, most, rollout.servers.request_deadline_s, rollout.max_num_seqs)
+        return ServerScorer(model.addresses, most, rollout.servers.request_deadline_s, rollout.max_num_seqs, model.path)
     from megatron_rl.rollout.vllm_engine import VllmGenerator
 
     path = model.path or recipe.model.path

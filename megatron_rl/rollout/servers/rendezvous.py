@@ -138,7 +138,7 @@ def agreed_settings(
 ) -> dict[str, Any]:
     """The part of a recipe that decides what a server's responses mean; JSON values. No engine, no vLLM."""
     return {
-        "config": _digest_of_config(model_path / CONFIG_FILE),
+        "config": digest_of_config(model_path / CONFIG_FILE),
         "weights": _digest_of_files(HFFolder(model_path).files),
         "dtype": config.dtype,
         "quantization": config.quantization.model_dump(mode="json"),
@@ -150,7 +150,7 @@ def agreed_settings(
     }
 
 
-def _digest_of_config(path: Path) -> str:
+def digest_of_config(path: Path) -> str:
     """Return a digest of config.json, without the keys that say where it came from."""
     content = json.loads(path.read_text())
     kept = {name: value for name, value in content.items() if name not in ORIGIN_KEYS}

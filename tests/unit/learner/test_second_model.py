@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from megatron_rl.config.policy_terms import KlInReward
-from megatron_rl.learner.second_model import take_off_rewards
+from megatron_rl.errors import InputError
+from megatron_rl.learner.second_model import refuse_nan, take_off_rewards
 from megatron_rl.objective.inputs import MIN_LOGPROB
 from tests.support.rounding import rounded
 from tests.support.tiny import stored_rollouts
@@ -36,3 +37,9 @@ def test_sum_over_the_tokens_that_the_policy_sampled(kind):
         assert s.kl_penalty == rounded(0.5 * k.sum(), scale=10 + np.abs(k).sum(), dtype=torch.float32)
         found.append(2 * s.kl_penalty)
     assert mean == rounded(np.mean(found), 100, scale=max(found))
+
+
+def test_a_log_prob_that_is_no_number_ends_the_update():
+    refuse_nan("reference_logprobs", {0: np.array([-1.0, -np.inf], np.float32), 3: np.zeros(0, np.float32)}, "fp16")
+    with pytest.raises(InputError, match=r"teacher: a log-prob under it is NaN, with learner\.dtype: fp16"):
+        refuse_nan("teacher_logprobs", {0: np.zeros(2), 5: np.array([-1.0, np.nan])}, "fp16")

@@ -23,7 +23,7 @@ from megatron_rl.rollout.servers import server
 from megatron_rl.rollout.servers.guard import Guard, GuardState
 from megatron_rl.rollout.servers.wire import MEDIA_TYPE, pack
 from megatron_rl.types import Group, Prompt, Rollout
-from tests.support.tiny import tiny_recipe
+from tests.support.tiny import MODEL, tiny_recipe
 from tests.unit.rollout.servers.test_guard import TOKEN, call
 
 MOST = 40
@@ -96,7 +96,7 @@ def of_vllm(path, body, longest=MOST + 1):
 
 def of_ours(path, body):
     if path == "/megatron_rl/settings":
-        return 200, {"name": "s", "agreed": {"max_model_len": MOST + 1}}
+        return 200, {"name": "s", "agreed": {"max_model_len": MOST + 1, "config": "of another"}}
     tokens, first = body["token_ids"], body["first"]
     values = np.array(says(tokens)[first - 1 :], np.float32)
     ids = np.array(tokens[first:], np.int32)
@@ -186,13 +186,14 @@ def test_a_token_that_the_teacher_cannot_say_is_no_error(monkeypatch):
     ("answer", "message"),
     [
         (lambda path, body: of_vllm(path, body, longest=MOST), "takes 40 tokens; it needs 41"),
+        (of_ours, r"another config\.json than teacher\.path"),
         (lambda path, body: (404, {"detail": "Not Found"}), "does not answer as a server that scores"),
         (lambda path, body: (401, {"error": "a valid token is required"}), "a valid token"),
     ],
 )
 def test_a_server_that_cannot_score_is_found_at_the_start(answer, message):
     with served(answer) as (one,), pytest.raises(RolloutError, match=message):
-        ServerScorer([one.url], MOST, 60.0, at_once=1)
+        ServerScorer([one.url], MOST, 60.0, at_once=1, path=MODEL)
 
 
 def test_an_address_where_nothing_answers_is_named():
