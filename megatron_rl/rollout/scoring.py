@@ -79,11 +79,12 @@ class ServerScorer:
                 if longest is None:
                     model = (await client.ask("GET", MODELS))["data"][0]
                     name, longest = model["id"], model.get("max_model_len")
+                is_short = longest is not None and longest < most_tokens + 1
             except (ServerError, TypeError, KeyError, IndexError) as error:
                 raise RolloutError(
                     f"teacher.addresses: {client.address.url} does not answer as a server that scores: {error}"
                 ) from error
-            if longest is not None and longest < most_tokens + 1:
+            if is_short:
                 raise RolloutError(
                     f"teacher.addresses: {client.address.url} takes {longest} tokens; it needs {most_tokens + 1}, one "
                     "more than data.prompt.max_length + rollout.max_response_length; start it with a longer limit"
@@ -101,6 +102,8 @@ class ServerScorer:
                     which = (world_rank() + number + attempt) % len(clients)
                     try:
                         return await self._score(clients[which], self._models[which], rollout)
+                    except RolloutError as error:
+                        raise RolloutError(f"teacher.addresses: {clients[which].address.url}: {error}") from error
                     except ServerError as error:
                         failures.append(f"{clients[which].address.url}: {error}")
                         if isinstance(error, RequestRefused):
@@ -121,11 +124,11 @@ class ServerScorer:
             if len(places) != len(tokens):
                 raise RolloutError(f"response {rollout.id}: {len(places)} log-probs of {len(tokens)} tokens")
             of_response = zip(places[first:], tokens[first:], strict=True)
-            values = np.array([place[str(token)]["logprob"] for place, token in of_response], np.float32)
-        except (TypeError, KeyError, IndexError, ValueError) as error:
+            values = np.array([float(place[str(token)]["logprob"]) for place, token in of_response], np.float32)
+        except (TypeError, KeyError, IndexError, ValueError, OverflowError) as error:
             raise RolloutError(
-                f"teacher.addresses: {client.address.url} returns no prompt log-probs of response {rollout.id} "
-                f"({type(error).__name__}: {error}); serve the teacher with vLLM, or `megatron-rl serve`"
+                f"no prompt log-probs of response {rollout.id} ({type(error).__name__}: {error}); serve the teacher "
+                "with vLLM, or `megatron-rl serve`"
             ) from error
         return checked_scores(rollout, values)
 

@@ -160,19 +160,24 @@ def answering(**choice):
         (answering(prompt_logprobs=None), "serve the teacher with vLLM", 1),
         (answering(prompt_logprobs=[None]), "1 log-probs of 5 tokens", 1),
         (answering(prompt_logprobs=[None, *[{"1": {"logprob": -1.0}}] * 4]), "KeyError: '7'", 1),
+        *(
+            (answering(prompt_logprobs=[None, *[{str(token): {"logprob": value} for token in range(10)}] * 4]), of, 1)
+            for value, of in ((None, "TypeError"), ([-1.0], "TypeError"), (-(10**400), "OverflowError"))
+        ),
     ],
 )
 def test_an_answer_that_cannot_be_used_is_named(answer, message, times):
     with served(answer) as (one,):
-        with pytest.raises(RolloutError, match=message):
+        with pytest.raises(RolloutError, match=message) as caught:
             ServerScorer([one.url], MOST, 60.0, at_once=1).score(RESPONSES[:1])
+        assert one.url in str(caught.value)
         assert sum(path == "/v1/completions" for path, *_ in one.asked) == times
 
 
 @pytest.mark.parametrize("value", [0.5, float("nan")])
 def test_an_impossible_log_prob_is_an_error(value, monkeypatch):
     monkeypatch.setattr("tests.unit.rollout.test_scoring.says", lambda tokens: [value] * (len(tokens) - 1))
-    with served(of_ours) as (one,), pytest.raises(RolloutError, match="token 0 is impossible"):
+    with served(of_ours) as (one,), pytest.raises(RolloutError, match=r"http.*token 0 is impossible"):
         ServerScorer([one.url], MOST, 60.0, at_once=1).score(RESPONSES[:1])
 
 
@@ -186,6 +191,7 @@ def test_a_token_that_the_teacher_cannot_say_is_no_error(monkeypatch):
     ("answer", "message"),
     [
         (lambda path, body: of_vllm(path, body, longest=MOST), "takes 40 tokens; it needs 41"),
+        (lambda path, body: of_vllm(path, body, longest="41"), "does not answer as a server that scores"),
         (of_ours, r"another config\.json than teacher\.path"),
         (lambda path, body: (404, {"detail": "Not Found"}), "does not answer as a server that scores"),
         (lambda path, body: (401, {"error": "a valid token is required"}), "a valid token"),
