@@ -99,6 +99,20 @@ def test_a_folder_without_all_tensors_is_named_before_the_run(tmp_path):
         pass
 
 
+def test_a_model_that_the_exact_engine_does_not_compute_is_named(tmp_path, monkeypatch):
+    path = changed(tmp_path / "second", "config.json", lambda values: None)
+    monkeypatch.setattr("megatron_rl.run.prepare.beyond_exact", lambda architecture, tensor: "the model (x) has sinks")
+    exact = tiny_recipe(reference={"path": path}, teacher={**SERVED, "path": path}, rollout={"engine": "exact"})
+    with (
+        pytest.raises(InputError, match=r"reference.path: .*rollout.engine: exact, but the model \(x\) has sinks") as e,
+        prepare(exact, 1),
+    ):
+        pass
+    assert "teacher.path" not in str(e.value)
+    with prepare(tiny_recipe(reference={"path": path}), 1):
+        pass
+
+
 def test_a_layout_that_cannot_hold_a_second_model_is_named(tmp_path):
     path = changed(tmp_path / "second", "config.json", headed)
     recipe = tiny_recipe(teacher={"engine": "learner", "path": path}, learner={"parallel": {"tensor": 2}})
