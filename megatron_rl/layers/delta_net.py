@@ -225,16 +225,15 @@ def scan(
     new: Tensor, of_state: Tensor, asked: Tensor, kept: Tensor, seen: Tensor, decay: Tensor, counts: list[int]
 ) -> Tensor:
     """[T, G, R, C, V]: chunk after chunk, of all sequences that have one of this number at once."""
-    outputs, state, at = [], None, 0
-    for count, following in zip(counts, [*counts[1:], 0], strict=True):
-        here = slice(at, at + count)
-        change, out = new[here], 0.0
+    # Slices of the whole would make a backward pass quadratic in the chunks: each has a gradient of the whole's size.
+    pieces = (x.split(counts) for x in (new, of_state, asked, kept, seen, decay))
+    outputs, state = [], None
+    for change, reads, asks, keeps, sees, decays, following in zip(*pieces, [*counts[1:], 0], strict=True):
+        out = 0.0
         if state is not None:
-            change, out = change - of_state[here] @ state, asked[here] @ state
-        outputs.append(out + seen[here] @ change)
+            change, out = change - reads @ state, asks @ state
+        outputs.append(out + sees @ change)
         if following:
-            going = slice(at, at + following)
-            update = kept[going].mT @ change[:following]
-            state = update if state is None else state[:following] * decay[going] + update
-        at += count
+            update = keeps[:following].mT @ change[:following]
+            state = update if state is None else state[:following] * decays[:following] + update
     return torch.cat(outputs)

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
 from megatron_rl.errors import InputError
@@ -85,6 +87,27 @@ def test_gradients_are_those_of_transformers():
     (theirs * weights).sum().backward()
     for mine, other in zip(ours, [theirs.detach(), *(leaf.grad for leaf in leaves)], strict=True):
         assert torch.allclose(mine, other, rtol=0, atol=2e-6 * float(other.abs().max()))
+
+
+class Written(TorchDispatchMode):
+    """Counts the numbers that operations give."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        self.numbers += sum(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))
+        return out
+
+
+def test_the_work_of_a_sequence_grows_with_its_length():
+    def work(chunks: int) -> int:
+        length = chunks * CHUNK
+        with Written() as written:
+            gradients(drawn(length), [length], 1.0)
+        return written.numbers
+
+    assert work(32) <= 4.1 * work(8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
