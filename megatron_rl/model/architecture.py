@@ -167,7 +167,7 @@ def rope_of(config: dict[str, Any]) -> Rope:
     theta = rope.pop("rope_theta", config.get("rope_theta", family.rope_theta))
     if not THETA.fits(theta):
         raise InputError(f"rope_theta: {shown(theta)}; allowed: {THETA.words}")
-    fraction = _rotary_fraction(config, rope.pop("partial_rotary_factor", None))
+    fraction = _rotary_fraction(config, rope)
     names = [rope[key] for key in ("rope_type", "type") if key in rope]
     if any(type(name) is not str for name in names) or len(set(names)) > 1:
         raise InputError(f"rope_type: {shown(names)}; allowed: one text, default, llama3 or yarn")
@@ -185,14 +185,14 @@ def rope_of(config: dict[str, Any]) -> Rope:
     return Rope(float(theta), None, fraction)
 
 
-def _rotary_fraction(config: dict[str, Any], in_rope: Any) -> float:
-    """The share of a head that is turned; ``in_rope``: the key's value among the rotary embedding's."""
-    default = FAMILIES[config["model_type"]].rotary_fraction
+def _rotary_fraction(config: dict[str, Any], rope: dict[str, Any]) -> float:
+    """The share of a head that is turned. Takes the key from ``rope``, the rotary embedding's keys."""
+    key, default = "partial_rotary_factor", FAMILIES[config["model_type"]].rotary_fraction
     if default is None:
-        if not _is_one_of(in_rope, (1, None)):
+        if not _is_one_of(rope.pop(key, None), (1, None)):
             raise InputError(f"partial_rotary_factor is not supported ({OTHER_ROPE}); allowed: 1, or no such key")
         return 1.0
-    value = in_rope if in_rope is not None else config.get("partial_rotary_factor", default)
+    value = rope.pop(key, config.get(key, default))
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if not (FRACTION.fits(value) and value > 0 and (value * width) % 2 == 0):
         raise InputError(
@@ -264,7 +264,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
         if not fits:
             raise InputError(f"{key}: {shown(config[key])} is not supported ({rule.reason}) beside text_config")
     tied = [part.get("tie_word_embeddings", False) for part in (config, text)]
-    if "tie_word_embeddings" in text and tied[0] != tied[1]:
+    if tied[0] != tied[1]:  # vLLM reads that in text_config
         raise InputError(f"tie_word_embeddings: {tied[0]}, but {tied[1]} in text_config; allowed: one of the two")
     named = {"model_type": family.model_type, "architectures": [family.hf_class], "tie_word_embeddings": tied[0]}
     return {**text, **named}

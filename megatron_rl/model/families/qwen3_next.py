@@ -84,7 +84,8 @@ def relate(config: dict[str, Any], values: dict[str, Any]) -> list[str]:
     """Which layers have delta nets: as `layer_types` says, else as `full_attention_interval` does."""
     problems, layers, interval = [], values["num_hidden_layers"], values["full_attention_interval"]
     in_turn = [_KINDS[(layer + 1) % interval == 0] for layer in range(layers)]
-    types = values["layer_types"] = config.get("layer_types") or in_turn
+    types = config.get("layer_types")
+    types = values["layer_types"] = in_turn if types is None else types
     if type(types) is not list or len(types) != layers or set(map(str, types)) != set(_KINDS):
         problems.append(
             f"layer_types: {shown(types)}; allowed: a list of {layers} × {' or '.join(_KINDS)}, each at least once"

@@ -320,6 +320,7 @@ def test_the_text_model_of_a_wrapper_is_read_and_written_by_itself(tmp_path):
         ({"text_config": {"model_type": "qwen3_5_text"}}, "text_config: "),
         ({"text_config": None}, "text_config: None"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings: True, but False in text_config"),
+        ({"tie_word_embeddings": True, "text_config": {}}, "tie_word_embeddings: True, but False in text_config"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )

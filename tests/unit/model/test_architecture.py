@@ -270,6 +270,8 @@ def test_a_value_that_an_engine_would_obey_and_the_learner_not_is_refused(model_
         ("qwen3_next", {"linear_num_key_heads": 3}, "linear_num_key_heads: 3 does not divide"),
         ("qwen3_next", {"layer_types": ["linear_attention"] * 2}, "each at least once"),
         ("qwen3_next", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types says otherwise"),
+        ("qwen3_next", {"layer_types": []}, "layer_types: []"),
+        ("qwen3_next", {"rope_parameters": {"partial_rotary_factor": None}}, "partial_rotary_factor: None"),
         ("qwen3_next", {"output_gate_type": "sigmoid"}, "output_gate_type: 'sigmoid'"),
         ("qwen3_5_moe_text", {"attn_output_gate": False}, "attn_output_gate: False"),
         ("qwen3_5_moe_text", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype: 'bfloat16'"),
