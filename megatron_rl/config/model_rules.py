@@ -233,7 +233,21 @@ def cuda_problems(rollout: RolloutConfig, architecture: Architecture) -> list[st
                 f"{width}, which rollout.quantization.block [128, 128] does not divide: vLLM would pad them and hold "
                 "those of all layers in full until an update ends; use another tensor_parallel, or block [1, null]"
             )
+    at_once, block = rollout.max_num_batched_tokens, architecture.linear and state_block(rollout, architecture)
+    if at_once and block and at_once < block and not rollout.enforce_eager:
+        problems.append(
+            f"rollout.max_num_batched_tokens: {at_once} is below a delta net's block of {block} tokens: vLLM may take "
+            f"the first token of a prompt for a step of decoding; use {block}, or remove it"
+        )
     return problems
+
+
+def state_block(rollout: RolloutConfig, a: Architecture) -> int:
+    """The tokens of a block of vLLM's cache on CUDA: as many as take the bytes of a delta net's state."""
+    size, (keys, _, values, *_) = 4 if rollout.dtype in FP32_STORED else 2, a.linear.sections
+    state = 4 * values * a.linear.key_width + (a.linear.kernel - 1) * (2 * keys + values) * size
+    token = 2 * max(1, a.num_kv_heads // rollout.tensor_parallel) * a.head_dim * size
+    return 16 * math.ceil(state / rollout.tensor_parallel / token / 16)
 
 
 def cpu_problems(rollout: RolloutConfig, architecture: Architecture) -> list[str]:

@@ -127,6 +127,23 @@ def test_what_no_delta_net_has_is_refused(sections, said):
     assert model_problems(tiny_recipe(learner={"parallel": {"tensor": 2, "context": 2}}), model, 4) == []
 
 
+@pytest.mark.parametrize(("tensor", "dtype", "block"), [(1, "bf16", 1056), (4, "bf16", 528), (1, "fp32", 544)])
+def test_a_step_of_fewer_tokens_than_a_state_takes_is_refused_on_cuda(tensor, dtype, block):
+    """A layer's state: 32 · 128 · 128 numbers of 4 bytes, and 3 · 8192 inputs. A token's cache: 2 · 2 · 256 numbers."""
+    model = architecture_from(KNOWN_MODELS["Qwen3-Next-80B-A3B-Instruct"])
+    own = {"dtype": dtype, "tensor_parallel": tensor, "max_num_seqs": 8}
+
+    def said(device: str, **more) -> list[str]:
+        rollout = RolloutConfig(**own, **more)
+        problems = rollout_problems(rollout, model, 16, 4, device)
+        return [problem for problem in problems if f"below a delta net's block of {block} tokens" in problem]
+
+    assert said("cuda", max_num_batched_tokens=block - 1)
+    for device, more in (("cuda", {"max_num_batched_tokens": block}), ("cuda", {}), ("cpu", {})):
+        assert not said(device, **more)
+    assert not said("cuda", max_num_batched_tokens=block - 1, enforce_eager=True)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("widths", [(64, 64), (128, 128), (32, 32), (64, 128), (256, 256)])
 def test_widths_of_delta_nets_that_vllm_lacks_in_bf16_on_a_cpu_are_refused(widths, dtype):
