@@ -188,11 +188,13 @@ class Run:
         """Whether a step's responses may still be scored while the learner makes its pass for old log-probs.
 
         The reward must be a function, which is called as responses become complete, and nothing before that pass may
-        depend on rewards. With `acceptance` the state before an update is copied once its rate is known.
+        depend on rewards; `kl_in_reward` is taken off them behind it. With `acceptance` the state before an update is
+        copied once its rate is known.
         """
         recipe = self.recipe
         is_early = self.rewarder.has_functions and isinstance(self.generator, AnnouncingGenerator)
-        return is_early and recipe.makes_old_logprobs and not recipe.batch.filter_groups and recipe.acceptance is None
+        is_free = not recipe.batch.filter_groups and recipe.acceptance is None and recipe.objective.kl_in_reward is None
+        return is_early and recipe.makes_old_logprobs and is_free
 
     @contextlib.contextmanager
     def saved_on_fault(self, before: dict[str, Any] | None = None) -> Iterator[None]:

@@ -87,7 +87,7 @@ def train(
     ``skipped_updates``: steps whose update is not made.
     """
     own_update = Learner.update
-    Learner.update = lambda self, batch: {} if batch.step in skipped_updates else own_update(self, batch)
+    Learner.update = lambda self, batch, *rest: {} if batch.step in skipped_updates else own_update(self, batch, *rest)
     os.environ["RESPONSES"] = responses
     made: list[SeededResponses] = []
     run_module.start_generator = lambda recipe, *_, **__: made.append(SeededResponses(recipe)) or made[0]

@@ -1,8 +1,9 @@
 """How far apart the rotary embeddings of learner and engine leave attention logits in bf16.
 
-    python -m tools.dev.rope_study [BIAS]
+    python -m tools.dev.rope_study
+    python -m tools.dev.rope_study BIAS
 
-BIAS, 0 if not given, is added to two components of each key, as biases of keys are in Qwen2.5 (100 and more). Queries
+BIAS, else 0, is added to two components of each key, as biases of keys are in Qwen2.5 (100 and more). Queries
 and keys of width 128 are drawn from N(0, 1.5²), at positions up to 32768, with Qwen3's base of 1e6. Printed is the root
 mean square of the difference of q·k / √128 under two of three arithmetics, read in the sources of each:
 

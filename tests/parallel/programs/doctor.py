@@ -47,14 +47,14 @@ def lost_moments(setting: Setting) -> Outcome:
         self.was_loaded = True
         return state
 
-    def update(self, batch):
+    def update(self, batch, complete=None):
         if getattr(self, "was_loaded", False):
             with torch.no_grad():
                 for optimizer in self.optimizer.chained_optimizers:
                     for moments in optimizer.optimizer.state.values():
                         moments["exp_avg_sq"].mul_(0.5)
         self.was_loaded = False
-        return own_update(self, batch)
+        return own_update(self, batch, complete)
 
     own_update, Learner.load, Learner.update = Learner.update, half, update
     return learner.checkpoint(setting)

@@ -37,6 +37,12 @@ UNDONE = {"acceptance": {"tolerance": 0.1}, "data": {"train": "t.jsonl", "valida
         ({"batch": CHOOSES}, True, Announcing(), False),  # rewards choose the batch
         ({**SEVERAL, "objective": {"anchor": "bypass"}}, True, Announcing(), False),
         ({**SEVERAL, **UNDONE}, True, Announcing(), False),
+        (
+            {"reference": {}, "objective": {"kl_in_reward": {"coef": 0.1}}},
+            True,
+            Announcing(),
+            False,
+        ),  # taken off rewards
     ],
 )
 def test_scores_may_come_late_where_the_pass_for_old_logprobs_does_not_need_them(

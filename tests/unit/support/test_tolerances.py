@@ -10,6 +10,13 @@ SMALL = 2e-3  # a smaller number that something is compared with is a tolerance
 ELSEWHERE = ("support/rounding.py", "unit/support/test_tolerances.py")
 # Function where a number stands for itself → what it states.
 STATEMENTS = {
+    "e2e/test_delta_nets.py::test_log_probs_are_transformers_before_and_after_an_update": "families.md: 2e-5",
+    "parallel/test_delta_nets.py::test_a_packed_row_is_what_transformers_computes": "docs/families.md: 2e-5 nats",
+    "parallel/test_delta_nets.py::test_a_packed_row_is_its_sequences_alone": "two orders of sums over chunks",
+    "parallel/test_delta_nets.py::test_a_model_of_two_types_goes_on_in_another_layout": "orders of sums",
+    "parallel/test_delta_nets.py::test_sequences_are_cut_over_ranks_by_heads_of_delta_nets": "orders of sums",
+    "unit/layers/test_delta_net.py::test_the_convolution_sees_no_other_sequence": "four products against numpy",
+    "unit/tools/test_rope_study.py::test_the_others_round_once": "a kernel's own fp32 sums",
     "parallel/test_learner_noise.py::test_update_size_is_what_the_weights_did": "the bound itself is small",
     "parallel/test_transformer_engine_layouts.py::error": "the bound is below what is asked for",
     "parallel/test_families.py::test_biases_that_are_to_move_follow_the_load": "signs of fp32 sums",
