@@ -71,7 +71,8 @@ def attend(
     convolution. ``b``, ``a`` [N, heads]: what the strength of a write and the decay are made of.
     """
     if mixed_qkv.dtype == torch.bfloat16:
-        _attend(mixed_qkv, b, a, core_attn_out, layer_name)
+        # Of one row vLLM's kernel wants strides, too, that are those of a tensor of its own.
+        _attend(mixed_qkv.flatten().view(mixed_qkv.shape), b, a, core_attn_out, layer_name)
         return
     context = get_forward_context()
     layer = context.no_compile_layers[_resolve_layer_name(layer_name)]

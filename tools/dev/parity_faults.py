@@ -31,6 +31,7 @@ from megatron_rl.instruments.parity.compare import compare
 from megatron_rl.instruments.parity.record import replaced
 from megatron_rl.layers import cpu_layers
 from megatron_rl.layers.attention import attend
+from megatron_rl.rollout import delta_net
 from tools.dev.parity_bench import (
     DECODE,
     GENERATION,
@@ -75,6 +76,12 @@ class Place:
     @property
     def attention(self) -> Any:
         return self.layer.self_attention if self.who == "learner" else self.layer.self_attn
+
+    @property
+    def delta(self) -> Any:
+        if self.who == "learner":
+            return self.model.decoder.layers[0].self_attention
+        return self.model.model.layers[0].linear_attn
 
     @property
     def core(self) -> Any:
@@ -545,6 +552,42 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
+def later(weight: Tensor) -> Tensor:
+    return weight.roll(1, -1)
+
+
+def uncentred(weight: Tensor) -> Tensor:
+    return weight - 1
+
+
+def one_sequence(rule: Callable) -> Callable:
+    return lambda *args, cu_seqlens, **kwargs: rule(*args, cu_seqlens=cu_seqlens[[0, -1]], **kwargs)
+
+
+def of_rule(name: str, change: Callable[[Tensor | None, list[Tensor]], Tensor | None]) -> Plant:
+    """vLLM's rule ``name`` begins with ``change(state, states that it left before)``."""
+
+    def make(rule: Callable) -> Callable:
+        left: list[Tensor] = []
+
+        def changed_rule(*args: Any, initial_state: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            outputs, state = rule(*args, initial_state=change(initial_state, left), **kwargs)
+            left.append(state)
+            return outputs, state
+
+        return changed_rule
+
+    return lambda at: replaced(delta_net, name, make)
+
+
+def last_left(state: Tensor | None, left: list[Tensor]) -> Tensor | None:
+    return left[-1] if left else state
+
+
+def lost_state(state: Tensor | None, left: list[Tensor]) -> Tensor | None:
+    return None if len(left) == 6 else state
+
+
 EXPERTS, GATE, SECOND_NORM = "layer.mlp.experts.local_experts", "layer.mlp.gate", "layer.post_attention_layernorm"
 KERNEL = "layer.mlp.experts.routed_experts.quant_method.moe_kernel.fused_experts"
 Q_NORM, WIDTH = "attention.q_layernorm", "attention.qk_head_dim"
@@ -626,6 +669,34 @@ TABLE: dict[str, tuple[tuple, ...]] = {
         ("vLLM: padding of the vocabulary in the softmax", "logprob", padded_head),
         ("vLLM: head in bf16", "logits", wrap("model.logits_processor._get_logits", then(in_bf16))),
         ("vLLM: temperature on one side", "logprob", cooler_samples, (DECODE,)),
+    ),
+    "qwen3_next": (
+        ("learner: decay with another bias", "0.decay", edit("delta.dt_bias", noisy)),
+        ("learner: convolution one token late", "0.conv", edit("delta.conv1d.weight", later)),
+        ("learner: state not reset between packed sequences", "0.delta", wrap("delta.gated_delta_rule", one_sequence)),
+        (
+            "learner: gate of a delta net lost",
+            "0.delta_norm",
+            put("delta._apply_gated_norm", lambda net: lambda x, _: net.out_norm(x.float()).to(x.dtype), "delta"),
+        ),
+        ("learner: norm not centred at zero", "1.input_norm", put("layer.input_layernorm.zero_centred", False)),
+        ("learner: gate of attention lost", "1.gated", wrap("attention._apply_output_gate", lambda _: lambda x, _: x)),
+        ("vLLM: decay with another bias", "0.decay", weights("dt_bias", noisy)),
+        ("vLLM: convolution one token late", "0.conv", weights("conv1d.weight", later)),
+        ("vLLM: state of the last prompt not reset", "0.delta", of_rule("_of_prompt", last_left), (PREFILL,)),
+        ("vLLM: state lost in decode", "0.delta", of_rule("_of_token", lost_state), (DECODE,)),
+        ("vLLM: gate of a delta net lost", "0.delta_norm", wrap("delta.norm.forward", lambda f: lambda x, _: f(x))),
+        ("vLLM: norm not centred at zero", "1.input_norm", of_layer("input_layernorm.weight", uncentred)),
+        (
+            "vLLM: gate of attention lost",
+            "1.gated",
+            wrap("attention._project_qkv_gate", then(lambda parts: (*parts[:3], None))),
+        ),
+    ),
+    "qwen3_5_moe_text": (
+        ("learner: rate of decay stale", "0.decay", edit("delta.A_log", noisy)),
+        ("vLLM: rate of decay in bf16", "0.decay", weights("A_log", in_bf16)),
+        ("vLLM: projection of a delta net stale", "0.qkv", weights("in_proj_qkv.weight", noisy)),
     ),
     "qwen2": (
         ("learner: bias left out", "1.q", edit("attention.linear_qkv.bias", LEFT_OUT)),

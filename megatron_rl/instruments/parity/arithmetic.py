@@ -170,6 +170,94 @@ def attention(
     return Bounded(torch.cat(outputs), torch.cat(errors)).rounded(to)
 
 
+def causal_conv(x: Bounded, weight: Tensor, positions: Tensor, to: Rounding) -> Bounded:
+    """SiLU of a convolution over each token and those before it in its sequence: ``x`` [N, channels], ``weight``
+    [channels, width], ``positions`` [N] in their sequences."""
+    width, total = weight.size(1), Bounded.exact(torch.zeros_like(x.value))
+    for back in range(width):
+        factor = weight[:, width - 1 - back] * (positions >= back)[:, None]
+        value, moved = x.value.roll(back, 0) * factor, x.error.roll(back, 0) * factor.abs()
+        error = total.error + moved + (gamma(width + 1) + to.product) * value.abs()
+        total = Bounded(total.value + value, error)
+    return gated(total.rounded(to), Bounded.exact(torch.ones_like(x.value)), torch.nn.functional.silu, to)
+
+
+def log_decay(a: Bounded, bias: Tensor, log: Tensor) -> Bounded:
+    """−exp(log) · softplus(a + bias), which engines compute in fp32. As log(1 + exp) its sum is rounded, too."""
+    moved = a.value + bias
+    rate, soft = log.exp(), torch.logaddexp(moved, torch.zeros_like(moved))
+    error = rate * (a.error + FP32 * (moved.abs() + 1)) + rate * soft * 4 * FUNCTION
+    return Bounded(-rate * soft, error)
+
+
+CHUNK = 64
+"""Tokens of a sequence that engines read at once, at most."""
+
+
+def delta_rule(
+    query: Bounded,
+    key: Bounded,
+    value: Bounded,
+    decay: Bounded,
+    strength: Bounded,
+    lengths: Sequence[int],
+    to: Rounding,
+) -> Bounded:
+    """What the states of a gated delta net give the queries, [N, H, V]: one operator, token by token.
+
+    ``query``, ``key`` [N, G, K]; ``value`` [N, H, V]; ``decay`` (its logarithm, at most 0), ``strength`` [N, H]. With
+    unit keys k a state S [K, V] becomes α S + k ⊗ w, w = β (v − α kᵀ S), and gives Sᵀ q.
+
+    The bound is one of norms over K, for each head and column of V alone. I − β k kᵀ makes no vector longer, so an
+    error of a state decays as the state does; what a token adds to it is carried on by α alone. Masses bound what is
+    rounded there: B = Σ e^(G_t − G_j) |k_j| β_j |v_j| ≥ |S|, of all writes, and E, the sum of B that later tokens read
+    and write again, decayed in the same way. So |w_j| ≤ β_j |v_j| + β_j |k_j| α_j B_(j−1).
+
+    An engine goes token by token, or solves (I + L) w = β (v − …) for a chunk, L_ij = β_i e^(G_i − G_j) k_iᵀ k_j. For
+    substitution, and for an inverse made column by column, the residual of row i is at most ε Σ_j |L_ij| |w_j| ≤
+    ε β_i |k_i| (B + E) before token i (Higham, chapters 8 and 14), once for the values and twice for the reading of the
+    state before the chunk. A residual is a change of v_i. A state after a chunk and an output are sums of K or `CHUNK`
+    terms of B + E. ε: such sums, roundings of the factors to the type, and of the exponents: differences of sums of
+    decays of a chunk.
+    """
+    repeat = value.value.size(1) // key.value.size(1)
+    (q, q_moved), (k, k_moved) = (_unit(x, repeat) for x in (query, key))
+    scale = q.size(-1) ** -0.5
+    q, q_moved = q * scale, q_moved * scale
+    sums = gamma(CHUNK + 2 * q.size(-1)) + to.product + 8 * to.unit + 8 * FUNCTION
+    outputs, errors, start = [], [], 0
+    for length in lengths:
+        total = decay.value[start : start + length].abs().cumsum(0)
+        in_chunk = total - torch.cat([torch.zeros_like(total[:CHUNK]), total])[:length]
+        exponents = 2 * gamma(CHUNK) * in_chunk[..., None]
+        state = q.new_zeros(*value.value.shape[1:], q.size(-1))  # [H, V, K]
+        mass = again = error = q.new_zeros(value.value.shape[1:])
+        for t in range(start, start + length):
+            alpha, beta = decay.value[t].exp()[:, None], strength.value[t][:, None]
+            v, key_norm = value.value[t].abs(), k[t].norm(dim=-1, keepdim=True)
+            state = state * alpha[..., None]
+            read = (state * k[t][:, None]).sum(-1)
+            state = state + (beta * (value.value[t] - read))[..., None] * k[t][:, None]
+            mass, again, error, write = alpha * mass, alpha * again, alpha * error, beta * key_norm * v
+            epsilon = sums + exponents[t - start]
+            error = error + sums * write + to.tiny + epsilon * (2 * mass + 4 * again)
+            error = error + strength.error[t][:, None] * key_norm * (v + key_norm * mass)
+            error = error + beta * (key_norm * value.error[t] + k_moved[t] * (v + 2 * key_norm * mass))
+            error = error + decay.error[t][:, None] * mass
+            mass, again = mass + write, again + beta * key_norm.square() * mass
+            outputs.append((state * q[t][:, None]).sum(-1))
+            errors.append(2 * q[t].norm(dim=-1, keepdim=True) * error + q_moved[t] * mass)
+        start += length
+    return Bounded(torch.stack(outputs), torch.stack(errors)).rounded(to)
+
+
+def _unit(x: Bounded, repeat: int) -> tuple[Tensor, Tensor]:
+    """Vectors [N, H, K] of length one, each ``repeat`` times, and the norms [N, H, 1] of their errors."""
+    scale = torch.rsqrt(x.value.square().sum(-1, keepdim=True) + 1e-6)
+    parts = x.value * scale, x.error.norm(dim=-1, keepdim=True) * scale
+    return parts[0].repeat_interleave(repeat, 1), parts[1].repeat_interleave(repeat, 1)
+
+
 def latent_attention(
     query: Bounded,
     query_rope: Bounded,

@@ -93,7 +93,7 @@ class Checkpoint:
             self.head_norms = "each" if config.get("use_qk_norm", False) else None
         self.num_experts: int = next((config[key] for key in family.experts if config.get(key)), 0)
         self.top: int = config.get("num_experts_per_tok") or family.top
-        self.renormalised: bool = config.get("norm_topk_prob", False)
+        self.renormalised: bool = config.get("norm_topk_prob", family.renormalised)
         self.has_sigmoid_router = family.sigmoid
         self.routed_scale: float = config.get("routed_scaling_factor", family.scale) if family.sigmoid else 1.0
         self.shared = f"mlp.{family.shared}" if family.shared else None
@@ -185,12 +185,15 @@ class Evaluation:
         c = self.checkpoint
         yield "embedding"
         for layer in range(c.num_layers):
-            names = ["input_norm", *self.to_heads(), "q_rope", "k_rope"]
-            names += ["attention", "o_proj", "residual", "second_norm"]
+            names = ["input_norm", *self.mixer(layer), "o_proj", "residual", "second_norm"]
             moe = ["router_logits", "chosen", "weights", "expert", *(["shared"] if c.shared else []), "mlp"]
             names += moe if c.is_moe(layer) else ["gate", "up", "activation", "mlp"]
             yield from (f"{layer}.{name}" for name in [*names, "output"])
         yield from ("final_norm", "logits", "logprob")
+
+    def mixer(self, layer: int) -> list[str]:
+        """Operators between the norm of a layer's input and the projection back."""
+        return [*self.to_heads(), "q_rope", "k_rope", "attention"]
 
     def to_heads(self) -> list[str]:
         """Operators between the norm of a layer's input and the rotation."""
@@ -238,7 +241,10 @@ class Evaluation:
         to = self.rounding(tap)
         if self.record.rescaled and not tap.endswith("latent_norm"):
             x = x.rounded(to)
-        return arithmetic.rms_norm(x, self.weight(f"{name}.weight"), eps or self.checkpoint.eps, to)
+        weight, eps = self.weight(f"{name}.weight"), eps or self.checkpoint.eps
+        if self.checkpoint.family.has_delta_nets:  # centred at zero; the sum with one may be rounded
+            return arithmetic.rms_norm(x, 1 + weight, eps, to).rounded(to)
+        return arithmetic.rms_norm(x, weight, eps, to)
 
     def _sum(self, x: Bounded, y: Bounded, to: Rounding) -> Bounded:
         """x + y, in the residual stream or of experts."""
@@ -351,7 +357,7 @@ class Evaluation:
             return arithmetic.sigmoid_weights(logits, self.chosen(layer), self.checkpoint.routed_scale, to)
         return arithmetic.route_weights(logits, self.chosen(layer), self.checkpoint.renormalised, to)
 
-    def _gated(self, name: str, x: Bounded, to: Rounding, parts: int = 1) -> Bounded:
+    def _feed_forward(self, name: str, x: Bounded, to: Rounding, parts: int = 1) -> Bounded:
         """The feed-forward block ``name`` of the rows ``x`` [M, width]."""
         gate, up = (
             arithmetic.linear(x, self.weight(f"{name}.{which}_proj.weight"), None, to) for which in ("gate", "up")
@@ -361,12 +367,12 @@ class Evaluation:
 
     def expert(self, layer: int, number: int, x: Bounded, to: Rounding) -> Bounded:
         """Expert ``number`` of the rows ``x``, before its weight."""
-        return self._gated(f"model.layers.{layer}.mlp.experts.{number}", x, to)
+        return self._feed_forward(f"model.layers.{layer}.mlp.experts.{number}", x, to)
 
     def _shared(self, layer: int) -> Bounded:
         name, x = f"model.layers.{layer}.{self.checkpoint.shared}", self.own(f"{layer}.second_norm")
         to = self.rounding(f"{layer}.shared")
-        out = self._gated(name, x, to, self.record.parts)
+        out = self._feed_forward(name, x, to, self.record.parts)
         if f"{name}_gate.weight" not in self.checkpoint:
             return out
         share = arithmetic.sigmoid(arithmetic.linear(x, self.weight(f"{name}_gate.weight"), None, to), to)
@@ -396,6 +402,10 @@ class Evaluation:
 
 def evaluation_of(checkpoint: Checkpoint, record: Record) -> Evaluation:
     """The operators of ``checkpoint``, whichever attention it has, on what ``record`` holds."""
+    from megatron_rl.instruments.parity.delta_net import DeltaEvaluation
+
+    if checkpoint.family.has_delta_nets:
+        return DeltaEvaluation(checkpoint, record)
     kind = Evaluation if checkpoint.latent is None else LatentEvaluation
     return kind(checkpoint, record)
 

@@ -19,7 +19,8 @@ class Family:
     so, of all heads of a token together, or none. ``turned``: share of a head that is turned.
 
     Of experts: ``experts``: the names of their number in config.json; none: a model without. ``top``: how many a token
-    has. ``sigmoid``: whether a sigmoid scores them, and not a softmax. ``scale``: of their weights. ``dense``: layers
+    has. ``renormalised``: whether their weights add up to one, where `norm_topk_prob` does not say it. ``sigmoid``:
+    whether a sigmoid scores them, and not a softmax. ``scale``: of their weights. ``dense``: layers
     in front that have none; None: `decoder_sparse_step` and `mlp_only_layers` say it. ``shared``: the name of the
     expert that every token passes. ``groups``: of experts, and of how many of them a token may choose.
     """
@@ -28,8 +29,11 @@ class Family:
     head_norms: Literal["each", "use_qk_norm", "wide"] | None = None
     turned: float = 1.0
     is_latent: bool = False
+    has_delta_nets: bool = False
+    """Beside attention with a gate; its norms are those of layers, and all of these are centred at zero."""
     experts: tuple[str, ...] = ()
     top: int = 8
+    renormalised: bool = False
     sigmoid: bool = False
     scale: float = 1.0
     dense: int | None = None
@@ -41,8 +45,18 @@ class Family:
     """The layer that has queries, keys and values in one, behind each other; None: there are three."""
 
 
+_AMONG_DELTA_NETS: dict[str, Any] = {
+    "head_norms": "each",
+    "turned": 0.25,
+    "has_delta_nets": True,
+    "experts": ("num_experts",),
+    "renormalised": True,
+    "shared": "shared_expert",
+}
 FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(head_norms="each", experts=("num_local_experts", "num_experts")),
+    "qwen3_next": Family(**_AMONG_DELTA_NETS, top=10),
+    "qwen3_5_moe_text": Family(**_AMONG_DELTA_NETS),
     "qwen2_moe": Family(experts=("num_experts",), top=4, shared="shared_expert"),
     "glm4_moe": Family(
         eps=1e-5,

@@ -100,7 +100,7 @@ def _empty(
     module: GPTModel, sequences: Sequence[Sequence[int]], witness: str, product: float, temperature: float
 ) -> Record:
     layers = module.decoder.layers
-    dtype = layers[0].self_attention.linear_proj.weight.dtype
+    dtype = _projection_back(layers[0].self_attention).weight.dtype
     record = Record(witness, [len(s) for s in sequences], flat_tokens(sequences), dtype, product=product)
     record.temperature, record.parts = temperature, parallel_state.get_tensor_model_parallel_world_size()
     kinds: dict[str, torch.dtype] = {}
@@ -110,6 +110,8 @@ def _empty(
     routers = [layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")]
     if routers:
         kinds["router"] = routers[0].weight.dtype
+    if nets := [layer.self_attention for layer in layers if _is_delta_net(layer.self_attention)]:
+        kinds["decay"] = nets[0].A_log.dtype
     record.weight_dtypes = {
         name: dtype_there for of_rank in gather_objects(kinds) for name, dtype_there in of_rank.items()
     }
@@ -181,6 +183,14 @@ def _is_norm(module: Any) -> bool:
     return getattr(module, "weight", None) is not None
 
 
+def _is_delta_net(mixer: torch.nn.Module) -> bool:
+    return hasattr(mixer, "A_log")
+
+
+def _projection_back(mixer: torch.nn.Module) -> Any:
+    return mixer.out_proj if _is_delta_net(mixer) else mixer.linear_proj
+
+
 def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Module) -> None:
     def keep(name: str, whole: Any) -> Any:
         return lambda output: record.keep(f"{number}.{name}", whole(tensor_of(output)))
@@ -188,13 +198,19 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
     attention, mlp = layer.self_attention, layer.mlp
     if _is_norm(layer.input_layernorm):  # else the projection has the norm inside
         on_output(stack, layer.input_layernorm, keep("input_norm", rows))
-    if hasattr(attention, "linear_kv_up_proj"):
+    if _is_delta_net(attention):
+        _tap_delta_net(stack, record, number, attention)
+    elif hasattr(attention, "linear_kv_up_proj"):
         _tap_latent(stack, record, number, keep, attention)
     else:
         _tap_projection(stack, record, number, attention)
         _tap_heads(stack, record, number, attention)
-    on_input(stack, attention.linear_proj, lambda inputs: keep("attention", columns)(inputs[0]))
-    on_output(stack, attention.linear_proj, keep("o_proj", rows))
+    before_back = "delta_norm" if _is_delta_net(attention) else "attention"
+    if getattr(attention.config, "attention_output_gate", False) and before_back == "attention":
+        before_back = "gated"
+        on_output(stack, attention.core_attention, keep("attention", columns))
+    on_input(stack, _projection_back(attention), lambda inputs: keep(before_back, columns)(inputs[0]))
+    on_output(stack, _projection_back(attention), keep("o_proj", rows))
     on_input(stack, layer.pre_mlp_layernorm, lambda inputs: keep("residual", rows)(inputs[0]))
     if _is_norm(layer.pre_mlp_layernorm):
         on_output(stack, layer.pre_mlp_layernorm, keep("second_norm", rows))
@@ -222,10 +238,49 @@ def _tap_projection(stack: ExitStack, record: Record, number: int, attention: to
     def split(output: Any) -> None:
         mixed = columns(tensor_of(output)).unflatten(-1, (-1, *tensor_of(output).shape[-1:]))  # ranks, their columns
         mixed = mixed.unflatten(-1, (groups, -1, width)).flatten(1, 2)  # [N, groups, heads + 2, D]
-        for name, part in (("q", mixed[..., :-2, :]), ("k", mixed[..., -2, :]), ("v", mixed[..., -1, :])):
+        queries = mixed[..., :-2, :].chunk(1 + attention.config.attention_output_gate, -2)
+        parts = (*queries, mixed[..., -2, :], mixed[..., -1, :])
+        for name, part in zip(("q", "q_gate", "k", "v") if len(parts) == 4 else "qkv", parts, strict=True):
             record.keep(f"{number}.{name}", part.flatten(1))
 
     on_output(stack, attention.linear_qkv, split)
+
+
+def _tap_delta_net(stack: ExitStack, record: Record, number: int, mixer: torch.nn.Module) -> None:
+    """A context-parallel rank has all tokens of its heads inside, where it has no taps."""
+
+    def keep(names: Sequence[str], values: Sequence[Tensor]) -> None:
+        for name, value in zip(names, values, strict=True):
+            record.keep(f"{number}.{name}", value)
+
+    def sections(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """``x`` has the sections of each rank behind each other."""
+        of_ranks = columns(x).unflatten(-1, (-1, sum(sizes))).split(list(sizes), -1)
+        parts = [part.flatten(1) for part in of_ranks]
+        return [torch.cat(parts[:3], -1), *parts[3:]]
+
+    sizes = mixer.in_proj_split_sections
+    on_output(stack, mixer.in_proj, lambda out: keep(("qkv", "z", "b", "a"), sections(tensor_of(out), sizes)))
+    if mixer.cp_size > 1:
+        return
+
+    def prepared(prepare: Any) -> Any:
+        def watched(qkv: Tensor, *args: Any) -> Any:
+            keep(("conv",), sections(qkv, sizes[:3]))
+            return prepare(qkv, *args)
+
+        return watched
+
+    def ruled(rule: Any) -> Any:
+        def watched(*args: Any, g: Tensor, beta: Tensor, **options: Any) -> Any:
+            result = rule(*args, g=g, beta=beta, **options)
+            keep(("decay", "strength", "delta"), [columns(x) for x in (g, beta, result[0].flatten(2))])
+            return result
+
+        return watched
+
+    stack.enter_context(replaced(mixer, "_prepare_input_for_gated_delta_rule", prepared))
+    stack.enter_context(replaced(mixer, "gated_delta_rule", ruled))
 
 
 def _tap_latent(stack: ExitStack, record: Record, number: int, keep: Any, attention: torch.nn.Module) -> None:

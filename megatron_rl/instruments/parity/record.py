@@ -20,20 +20,23 @@ Tensor = torch.Tensor
 
 BEFORE_LAYERS, AFTER_LAYERS = ("embedding",), ("final_norm", "logits", "logprob")
 LATENT = ("q_latent", "q_latent_norm", "kv_latent", "kv_latent_norm")
+DELTA_NET = ("qkv", "z", "b", "a", "conv", "decay", "strength", "delta", "delta_norm")
 ATTENTION = (
     "input_norm",
     *LATENT,
-    *("q", "k", "v"),
+    *("q", "k", "v", "q_gate"),
     *("q_norm", "k_norm"),
     *("q_rope", "k_rope"),
-    *("attention", "o_proj", "residual"),
+    *("attention", "gated", *DELTA_NET, "o_proj", "residual"),
 )
 EXPERTS = ("router_logits", "chosen", "weights", "expert", "shared", "mlp")
 DENSE = ("gate", "up", "activation", "mlp")
 IN_LAYER = (*ATTENTION, "second_norm", *EXPERTS[:-1], *DENSE, "output")
 """Operators of a layer in the order of the pass. `residual`: the sum after attention; `output`: after the MLP;
 `shared`: of the expert that every token passes, with its gate. In latent attention `kv_latent` has the part of the key
-that is turned behind it, `k` is the other part, and `q_rope` and `k_rope` are the turned parts alone."""
+that is turned behind it, `k` is the other part, and `q_rope` and `k_rope` are the turned parts alone. `gated`: after
+attention's gate `q_gate`. `qkv` … `a`: projections of a delta net; `delta`: what its states give the queries;
+`delta_norm`: after its norm and gate."""
 
 
 def place(tap: str) -> tuple[int, int]:
@@ -64,7 +67,9 @@ class ExpertRows:
 @dataclass
 class Record:
     """Outputs of one witness. ``witness``: its name in the report. ``dtype``: of its weights. ``weight_dtypes``: of
-    `router` and `head` where they differ. ``parts``: tensor-parallel ranks, whose partial sums are rounded one by one.
+    `router`, `head` and `decay` (A_log) where they differ.
+
+    ``parts``: tensor-parallel ranks, whose partial sums are rounded one by one.
     ``product``: see `arithmetic.Rounding`. ``temperature``: of the log-probs. ``rescaled``: sums of the residual stream
     were kept at another scale, which costs a rounding on the way there and one on the way back. ``generation``: of
     exact mode's pass, how many of its taps were held against its generation, and those that differ in a bit."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.instruments.parity.delta_net import tap_delta_net, watched_rule
 from megatron_rl.instruments.parity.record import (
     Record,
     flat_tokens,
@@ -73,7 +74,12 @@ def tapped(model: torch.nn.Module, record: Record) -> Iterator[None]:
 
         has_pairs = getattr(model.config, "kv_lora_rank", None) and model.config.rope_interleave
         rotate = "apply_rotary_pos_emb_interleave" if has_pairs else "apply_rotary_pos_emb"
-        stack.enter_context(replaced(sys.modules[type(decoder).__module__], rotate, with_rope))
+        source = sys.modules[type(decoder).__module__]
+        stack.enter_context(replaced(source, rotate, with_rope))
+        if hasattr(model.config, "linear_num_key_heads"):
+            keep = lambda name, rows: record.keep(f"{current[0]}.{name}", rows)  # noqa: E731
+            make = partial(watched_rule, keep, lambda: model.config.linear_num_key_heads)
+            stack.enter_context(replaced(source, "torch_chunk_gated_delta_rule", make))
         yield
 
 
@@ -81,19 +87,14 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
     def keep(name: str) -> Any:
         return lambda output: record.keep(f"{number}.{name}", tensor_of(output)[0].flatten(1))
 
-    attention, mlp = layer.self_attn, layer.mlp
+    attention, mlp = getattr(layer, "linear_attn", None) or layer.self_attn, layer.mlp
     stack.callback(attention.register_forward_pre_hook(lambda *_: current.__setitem__(slice(None), [number])).remove)
     on_output(stack, layer.input_layernorm, keep("input_norm"))
-    if hasattr(attention, "kv_b_proj"):
-        _tap_latent(stack, keep, attention)
+    if hasattr(layer, "linear_attn"):
+        tap_delta_net(stack, lambda name, rows: record.keep(f"{number}.{name}", rows), attention)
+        on_output(stack, attention.out_proj, keep("o_proj"))
     else:
-        for which in "qkv":
-            on_output(stack, getattr(attention, f"{which}_proj"), keep(which))
-    for which in "qk":
-        if hasattr(attention, f"{which}_norm"):
-            on_output(stack, getattr(attention, f"{which}_norm"), keep(f"{which}_norm"))
-    on_input(stack, attention.o_proj, lambda inputs: keep("attention")(inputs[0]))
-    on_output(stack, attention.o_proj, keep("o_proj"))
+        _tap_attention(stack, keep, attention)
     on_input(stack, layer.post_attention_layernorm, lambda inputs: keep("residual")(inputs[0]))
     on_output(stack, layer.post_attention_layernorm, keep("second_norm"))
     on_output(stack, mlp, keep("mlp"))
@@ -114,6 +115,27 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
 
     on_output(stack, mlp.gate, route)
     stack.enter_context(replaced(mlp.experts, "forward", partial(_with_each_expert, record, number)))
+
+
+def _tap_attention(stack: ExitStack, keep: Any, attention: torch.nn.Module) -> None:
+    has_gate = not hasattr(attention, "kv_b_proj") and attention.q_proj.out_features > attention.o_proj.in_features
+
+    def split(output: Tensor) -> None:
+        of_heads = output.unflatten(-1, (-1, 2, attention.head_dim))
+        for which, name in enumerate(("q", "q_gate")):
+            keep(name)(of_heads[..., which, :].flatten(2))
+
+    if hasattr(attention, "kv_b_proj"):
+        _tap_latent(stack, keep, attention)
+    else:
+        for which in "qkv":
+            see = split if has_gate and which == "q" else keep(which)
+            on_output(stack, getattr(attention, f"{which}_proj"), see)
+    for which in "qk":
+        if hasattr(attention, f"{which}_norm"):
+            on_output(stack, getattr(attention, f"{which}_norm"), keep(f"{which}_norm"))
+    on_input(stack, attention.o_proj, lambda inputs: keep("gated" if has_gate else "attention")(inputs[0]))
+    on_output(stack, attention.o_proj, keep("o_proj"))
 
 
 def _tap_latent(stack: ExitStack, keep: Any, attention: torch.nn.Module) -> None:

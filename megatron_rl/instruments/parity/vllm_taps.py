@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_rl.instruments.parity.arithmetic import halves_of_pairs
+from megatron_rl.instruments.parity.delta_net import tap_delta_net, watched_rule
 from megatron_rl.instruments.parity.record import (
     Record,
     flat_tokens,
@@ -25,7 +26,7 @@ from megatron_rl.instruments.parity.record import (
     replaced,
     tensor_of,
 )
-from megatron_rl.rollout import process_state
+from megatron_rl.rollout import delta_net, process_state
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 
 Tensor = torch.Tensor
@@ -79,6 +80,8 @@ def _empty(engine: VllmGenerator, witness: str, sequences: Sequence[Sequence[int
     processor = model.logits_processor
     head = torch.float32 if processor.head_dtype == torch.float32 else dtype
     record.weight_dtypes = {"head": _dtype_of(model.lm_head, head)}
+    if logs := [layer.linear_attn.A_log for layer in model.model.layers if hasattr(layer, "linear_attn")]:
+        record.weight_dtypes["decay"] = logs[0].dtype
     routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     if routers:
         record.weight_dtypes["router"] = _dtype_of(routers[0], dtype)
@@ -145,6 +148,7 @@ def _tapped(engine: VllmGenerator, record: Record) -> Iterator[_Seen]:
         for number, layer in enumerate(decoder.layers):
             _tap_layer(stack, record, number, layer, current)
         _tap_rotary(stack, record, decoder.layers, current)
+        _tap_rules(stack, record, decoder.layers, current)
         last = len(decoder.layers) - 1
         scale = _scale_of_residual(decoder.layers[last], record)
         on_output(stack, decoder.norm, partial(_keep_norm, record, "final_norm", f"{last}.output", scale))
@@ -183,23 +187,18 @@ def _tap_layer(stack: ExitStack, record: Record, number: int, layer: torch.nn.Mo
     def keep(name: str) -> Any:
         return lambda output: record.keep(f"{number}.{name}", tensor_of(output))
 
-    attention, mlp = part_of(layer, "self_attn"), layer.mlp
+    attention, mlp = mixer_of(layer), layer.mlp
     stack.callback(attention.register_forward_pre_hook(lambda *_: current.__setitem__(slice(None), [number])).remove)
     scale = _scale_of_residual(layer, record)
     record.rescaled = scale != 1.0
     of_input = partial(_keep_norm, record, f"{number}.input_norm", f"{number - 1}.output", scale)
     on_output(stack, layer.input_layernorm, of_input)
 
-    if hasattr(attention, "kv_b_proj"):
-        _tap_latent(stack, keep, attention)
+    if hasattr(layer, "linear_attn"):
+        tap_delta_net(stack, lambda name, rows: keep(name)(rows), attention)
+        on_output(stack, attention.out_proj, keep("o_proj"))
     else:
-        _tap_projection(stack, keep, attention)
-    for which in "qk":
-        name = f"{which}_norm"
-        if hasattr(attention, name) or hasattr(attention, _LINGS[name]):
-            on_output(stack, part_of(attention, name), lambda out, name=name: keep(name)(out.flatten(1)))
-    on_output(stack, attention_of(attention), keep("attention"))
-    on_output(stack, part_of(attention, "o_proj"), keep("o_proj"))
+        _tap_attention(stack, keep, attention)
     on_output(
         stack,
         layer.post_attention_layernorm,
@@ -243,18 +242,54 @@ def part_of(module: torch.nn.Module, name: str) -> Any:
     return getattr(module, name if hasattr(module, name) else _LINGS[name])
 
 
+def mixer_of(layer: torch.nn.Module) -> Any:
+    """The attention or the delta net of a layer."""
+    return layer.linear_attn if hasattr(layer, "linear_attn") else part_of(layer, "self_attn")
+
+
 def _scale_of_residual(layer: torch.nn.Module, record: Record) -> float:
     """By what the residual stream of ``layer`` has to be multiplied: in fp16 vLLM divides DeepSeek's by the scale of
     the routed experts, so that it does not overflow. The norms take that out again."""
-    is_divided = record.dtype == torch.float16 and hasattr(part_of(layer, "self_attn"), "kv_b_proj")
+    is_divided = record.dtype == torch.float16 and hasattr(mixer_of(layer), "kv_b_proj")
     return layer.routed_scaling_factor if is_divided else 1.0
+
+
+def _tap_attention(stack: ExitStack, keep: Any, attention: torch.nn.Module) -> None:
+    if hasattr(attention, "kv_b_proj"):
+        _tap_latent(stack, keep, attention)
+    else:
+        _tap_projection(stack, keep, attention)
+    for which in "qk":
+        name = f"{which}_norm"
+        if hasattr(attention, name) or hasattr(attention, _LINGS[name]):
+            on_output(stack, part_of(attention, name), lambda out, name=name: keep(name)(out.flatten(1)))
+    on_output(stack, attention_of(attention), keep("attention"))
+    if has_gate(attention):
+        on_input(stack, attention.o_proj, lambda inputs: keep("gated")(inputs[0]))
+    on_output(stack, part_of(attention, "o_proj"), keep("o_proj"))
+
+
+def has_gate(attention: torch.nn.Module) -> bool:
+    return getattr(attention, "attn_output_gate", False)
+
+
+def _tap_rules(stack: ExitStack, record: Record, layers: Any, current: list[int]) -> None:
+    """Rules of delta nets, where they are transformers': on a CPU, but not in bf16."""
+    keep = lambda name, rows: record.keep(f"{current[0]}.{name}", rows)  # noqa: E731
+    make = partial(watched_rule, keep, lambda: layers[current[0]].linear_attn.num_k_heads)
+    for rule in ("_of_prompt", "_of_token"):
+        stack.enter_context(replaced(delta_net, rule, make))
 
 
 def _tap_projection(stack: ExitStack, keep: Any, attention: torch.nn.Module) -> None:
     def split(output: Any) -> None:
-        keys = part_of(attention, "kv_size")
-        parts = tensor_of(output).split([part_of(attention, "q_size"), keys, keys], dim=-1)
-        for name, part in zip("qkv", parts, strict=True):
+        keys, queries = part_of(attention, "kv_size"), part_of(attention, "q_size")
+        query, *rest = tensor_of(output).split([queries * (1 + has_gate(attention)), keys, keys], dim=-1)
+        if has_gate(attention):
+            of_heads = query.unflatten(-1, (attention.num_heads, 2, -1))
+            query = of_heads[..., 0, :].flatten(1)
+            keep("q_gate")(of_heads[..., 1, :].flatten(1))
+        for name, part in zip("qkv", (query, *rest), strict=True):
             keep(name)(part)
 
     on_output(stack, part_of(attention, "qkv_proj"), split)
@@ -287,7 +322,8 @@ def _tap_rotary(stack: ExitStack, record: Record, layers: Any, current: list[int
         for which, value in zip("qk", output, strict=True):
             record.keep(f"{current[0]}.{which}_rope", (halves_of_pairs(value) if of_pairs else value).flatten(1))
 
-    for rotary in {id(r): r for r in (part_of(layer, "self_attn").rotary_emb for layer in layers)}.values():
+    attentions = (mixer_of(layer).rotary_emb for layer in layers if not hasattr(layer, "linear_attn"))
+    for rotary in {id(r): r for r in attentions}.values():
         on_output(stack, rotary, partial(keep, not rotary.is_neox_style))
 
 

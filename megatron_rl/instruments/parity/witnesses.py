@@ -334,7 +334,8 @@ def first_layers_of(a: Architecture, num_layers: int) -> Architecture:
     """The shape of the first layers of ``a``. Raises `InputError` where there are fewer, or none has experts."""
     fewest = fewest_layers(a)
     if not fewest <= num_layers <= a.num_layers:
-        why = f": layer {fewest - 1} is the first with experts" if fewest > 1 else ""
+        with_what = "attention" if a.linear else "experts"
+        why = f": layer {fewest - 1} is the first with {with_what}" if fewest > 1 else ""
         raise InputError(
             f"parity: --layers {num_layers}: the model has {a.num_layers} layers; {fewest} … {a.num_layers} are "
             f"allowed{why}"
@@ -343,8 +344,9 @@ def first_layers_of(a: Architecture, num_layers: int) -> Architecture:
 
 
 def fewest_layers(a: Architecture) -> int:
-    """So many that one has experts, if any has."""
-    return a.moe_layers.index(True) + 1 if a.is_moe else 1
+    """So many that one has experts, if any has, and one attention."""
+    of_attention = a.linear_layers.index(False) + 1 if a.linear else 1
+    return max(of_attention, a.moe_layers.index(True) + 1 if a.is_moe else 1)
 
 
 def write_first_layers(model: Path, num_layers: int, folder: Path) -> None:

@@ -99,10 +99,11 @@ def test_bf16_is_left_to_vllms_kernels(monkeypatch):
     calls = []
     monkeypatch.setattr(delta_net, "_attend", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(delta_net, "_pack", lambda weight: calls.append(weight))
-    mixed, weight = torch.zeros(3, MIXED, dtype=torch.bfloat16), torch.zeros(MIXED, KERNEL)
+    wide, weight = torch.ones(1, 2 * MIXED, dtype=torch.bfloat16), torch.zeros(MIXED, KERNEL)
+    mixed = wide[:, :MIXED]  # a row of a larger tensor, as Qwen3.5's: its strides are not those that the kernel takes
     delta_net.attend(mixed, mixed, mixed, mixed, "net")
     delta_net.pack(weight.bfloat16())
-    assert (calls[0][0] is mixed, calls[1].dtype) == (True, torch.bfloat16)
+    assert (calls[0][0].equal(mixed), calls[0][0].stride(), calls[1].dtype) == (True, (MIXED, 1), torch.bfloat16)
     assert delta_net.pack(weight).shape == (MIXED, 1, KERNEL)
 
 

@@ -25,7 +25,7 @@ def taps_of(model):
     return transformers_taps.taps_of(transformers_taps.load(model, torch.float32), TOKENS, 1.0)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2_moe", "glm4_moe", "deepseek_v3", "olmoe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next", "qwen2_moe", "glm4_moe", "deepseek_v3", "olmoe"])
 def test_the_first_layers_compute_what_they_do_in_the_whole_model(tmp_path, family):
     whole = save_family(tmp_path / "whole", family)
     write_first_layers(whole, 2, tmp_path / "cut")
@@ -46,6 +46,8 @@ def test_layers_that_cannot_be_cut_are_refused(tmp_path):
     assert fewest_layers(a) == 2
     with pytest.raises(InputError, match="--layers 1: the model has 3 layers; 2 … 3 are allowed: layer 1 is the first"):
         first_layers_of(a, 1)
+    with pytest.raises(InputError, match="2 … 3 are allowed: layer 1 is the first with attention"):
+        first_layers_of(read_architecture(save_family(tmp_path / "delta", "qwen3_next")), 1)
     with pytest.raises(InputError, match="--layers 5: the model has 4 layers; 1 … 4 are allowed"):
         first_layers_of(read_architecture(MODEL), 5)
 
