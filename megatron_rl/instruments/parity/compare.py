@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_rl.instruments.parity.arithmetic import FP32
-from megatron_rl.instruments.parity.definition import Checkpoint, Evaluation, evaluation_of
+from megatron_rl.instruments.parity.definition import Checkpoint, Evaluation
+from megatron_rl.instruments.parity.delta_net import evaluation_of
 from megatron_rl.instruments.parity.record import Record, in_words, place
 
 Tensor = torch.Tensor

@@ -400,16 +400,6 @@ class Evaluation:
         return total if self.checkpoint.shared is None else self._sum(total, self.own(f"{layer}.shared"), to)
 
 
-def evaluation_of(checkpoint: Checkpoint, record: Record) -> Evaluation:
-    """The operators of ``checkpoint``, whichever attention it has, on what ``record`` holds."""
-    from megatron_rl.instruments.parity.delta_net import DeltaEvaluation
-
-    if checkpoint.family.has_delta_nets:
-        return DeltaEvaluation(checkpoint, record)
-    kind = Evaluation if checkpoint.latent is None else LatentEvaluation
-    return kind(checkpoint, record)
-
-
 class LatentEvaluation(Evaluation):
     @property
     def widths(self) -> Latent:

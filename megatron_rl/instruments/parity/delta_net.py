@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from megatron_rl.instruments.parity import arithmetic
 from megatron_rl.instruments.parity.arithmetic import Bounded
-from megatron_rl.instruments.parity.definition import LINEAR, Checkpoint, Evaluation
+from megatron_rl.instruments.parity.definition import LINEAR, Checkpoint, Evaluation, LatentEvaluation
 from megatron_rl.instruments.parity.record import DELTA_NET, Record, on_input, on_output, tensor_of
 
 Tensor = torch.Tensor
@@ -114,6 +114,13 @@ class DeltaEvaluation(Evaluation):
         z, delta = (self.own(f"{layer}.{name}").view(num, -1, self.heads.value_width) for name in ("z", "delta"))
         plain = arithmetic.rms_norm(delta, self._delta_weight(layer, "norm.weight"), self.checkpoint.eps, to)
         return arithmetic.gated(z, plain, F.silu, to).view(num, -1)
+
+
+def evaluation_of(checkpoint: Checkpoint, record: Record) -> Evaluation:
+    """The operators of ``checkpoint``, whichever attention it has, on what ``record`` holds."""
+    if checkpoint.family.has_delta_nets:
+        return DeltaEvaluation(checkpoint, record)
+    return (Evaluation if checkpoint.latent is None else LatentEvaluation)(checkpoint, record)
 
 
 # -- taps

@@ -2,7 +2,7 @@
 
 This is on purpose not read from `megatron_rl.model.families`, whose files the learner follows: a fault there is found
 as well. A family is added by a row of `FAMILIES`. Where it has operators that no other family has, it needs a class of
-evaluation too (`evaluation_of` in `definition`), and perhaps taps.
+evaluation too (`evaluation_of` in `delta_net`), and perhaps taps.
 """
 
 from __future__ import annotations

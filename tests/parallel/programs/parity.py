@@ -10,7 +10,8 @@ from megatron.core import parallel_state
 
 from megatron_rl.instruments.parity import witnesses
 from megatron_rl.instruments.parity.compare import compare
-from megatron_rl.instruments.parity.definition import Checkpoint, evaluation_of
+from megatron_rl.instruments.parity.definition import Checkpoint
+from megatron_rl.instruments.parity.delta_net import evaluation_of
 from megatron_rl.model.architecture import read_architecture
 from tools.dev.parity_bench import changed
 

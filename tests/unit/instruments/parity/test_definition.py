@@ -11,7 +11,8 @@ import torch
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.parity import report, transformers_taps, witnesses
 from megatron_rl.instruments.parity.compare import compare
-from megatron_rl.instruments.parity.definition import Checkpoint, evaluation_of
+from megatron_rl.instruments.parity.definition import Checkpoint
+from megatron_rl.instruments.parity.delta_net import evaluation_of
 from megatron_rl.instruments.parity.families import FAMILIES
 from megatron_rl.instruments.parity.record import Record, in_words, joined, place
 from megatron_rl.model.families import FAMILIES as SUPPORTED

@@ -9,8 +9,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from megatron_rl.instruments.parity import arithmetic
 from megatron_rl.instruments.parity.arithmetic import Bounded, Rounding
-from megatron_rl.instruments.parity.definition import Checkpoint, evaluation_of
-from megatron_rl.instruments.parity.delta_net import Heads, split_projection
+from megatron_rl.instruments.parity.definition import Checkpoint
+from megatron_rl.instruments.parity.delta_net import Heads, evaluation_of, split_projection
 from megatron_rl.instruments.parity.record import Record
 from megatron_rl.layers.delta_net import chunked_delta_rule
 from tools.dev.parity_bench import make_models
