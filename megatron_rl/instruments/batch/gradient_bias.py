@@ -75,7 +75,7 @@ def gradient_bias(learner: Learner, batch: Batch, reference: Recipe, num_parts: 
     original = learner.recipe
     objectives = (original.objective, reference.objective)
     logprobs: list = [None] * count
-    needs_po = any(objective.needs_old_logprobs(1) for objective in objectives)
+    needs_po = any(objective.renormalizes for objective in objectives)
     if original.routing.replay == "r2" or needs_po:
         logprobs = learner.compute_logprobs(batch, "record" if original.routing.replay == "r2" else None)
     for sequence, own_logprobs in zip(batch.sequences, logprobs, strict=True):
