@@ -16,6 +16,9 @@ STATEMENTS = {
     "parallel/test_delta_nets.py::test_a_model_of_two_types_goes_on_in_another_layout": "orders of sums",
     "parallel/test_delta_nets.py::test_sequences_are_cut_over_ranks_by_heads_of_delta_nets": "orders of sums",
     "unit/layers/test_delta_net.py::test_the_convolution_sees_no_other_sequence": "four products against numpy",
+    "unit/instruments/parity/test_delta_net.py::test_the_rule_is_that_of_the_paper_and_each_way_is_within_its_bound": (
+        "the paper's sums in double"
+    ),
     "unit/tools/test_rope_study.py::test_the_others_round_once": "a kernel's own fp32 sums",
     "parallel/test_learner_noise.py::test_update_size_is_what_the_weights_did": "the bound itself is small",
     "parallel/test_transformer_engine_layouts.py::error": "the bound is below what is asked for",

@@ -38,7 +38,7 @@ class Server:
     version)."""
 
     def __init__(self, name: str, held: dict[str, int | None], refused: Counter, dead: set[str]) -> None:
-        self.name, self.held, self.refused, self.dead = name, held, refused, dead
+        self.name, self.held, self.refused, self.dead, self.has_begun = name, held, refused, dead, False
 
     async def settings(self):
         self._check()
@@ -55,6 +55,7 @@ class Server:
         return {"tensors": 0, "bytes": 0}
 
     async def generate(self, body, version):
+        self.has_begun = True
         for seconds in (0.001, 0.02):  # when it comes, and when it has been sampled
             await asyncio.sleep(seconds)
             self._check()
@@ -106,12 +107,18 @@ def ask(follower, number, retries):
     return Dispatch(follower, [{"index": i} for i in range(number)], [str(i) for i in range(number)], number, retries)
 
 
+async def begun(follower):
+    """A request is under way."""
+    while not any(member.client.has_begun for member in follower.ready):
+        await asyncio.sleep(0)
+
+
 def test_a_request_that_finds_every_server_in_an_update_has_not_failed(monkeypatch):
     """As it is where an update comes while a follower asks: it hears of it a look later than the servers."""
 
     async def scene(pool, follower, dead):
         asked = asyncio.create_task(ask(follower, 30, retries=0).run())
-        await asyncio.sleep(0.005)
+        await begun(follower)
         await pool.push(Weights(1))
         return [int(answer.tokens[0]) for answer in await asked]
 
@@ -124,7 +131,7 @@ def test_a_request_that_finds_every_server_in_an_update_has_not_failed(monkeypat
 def test_a_request_that_servers_refuse_and_then_a_dying_one_fails_has_failed_once(monkeypatch):
     async def scene(pool, follower, dead):
         asked = asyncio.create_task(ask(follower, 30, retries=1).run())
-        await asyncio.sleep(0.005)
+        await begun(follower)
         push = asyncio.create_task(pool.push(Weights(1)))
         await follower.wait_for(lambda: bool(follower.ready) and follower.due == 1, "the update")
         dead.add(follower.ready[0].address.name)

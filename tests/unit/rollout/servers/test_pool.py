@@ -255,7 +255,7 @@ def test_a_server_that_lost_its_weights_is_not_used_until_it_has_them_again():
         world.held["a"] = -1
         answers = await ask(pool, 30).run()
         # The other server may answer everything before the next look at this one.
-        await pool.wait_for(lambda: world.pushes.count(("a", 3)) == 2, "the weights that are due")
+        await pool.wait_for(lambda: world.pushes.count(("a", 3)) >= 2, "the weights that are due")
         return answers
 
     answers, _ = play(world, scene, PATIENT)
@@ -286,7 +286,8 @@ def test_a_server_that_never_holds_what_it_was_given_ends_the_call(monkeypatch):
     monkeypatch.setattr(FakeClient, "push", forgets)
     with pytest.raises(RolloutError, match=r"prompt 0: failed 4 times, last on a: other weights"):
         play(world, scene, PATIENT, names=("a",))
-    assert len(world.pushes) == 5, "the first time may be an update that was quicker than the request"
+    # The first time may be an update that was quicker than the request; a look between two requests gives them again.
+    assert len(world.pushes) >= 5
 
 
 def test_a_request_that_always_fails_ends_the_call_with_its_name():
