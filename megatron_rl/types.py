@@ -14,6 +14,9 @@ import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
 MAX_LOGPROB = 1e-4  # above this a log-prob cannot be rounding: probabilities do not exceed one
+MIN_LOGPROB = -1e4
+"""Floor of log mu and log po. A sampled token with a reported log-prob of -inf then has a ratio at the clamp. Every
+mask with an upper bound drops it, and sums over its sequence stay finite."""
 SET_ARRAYS = {"kept_tokens": np.int32, "head_tokens": np.int32, "head_logprobs": np.float32}
 """Fields of `Rollout` [R, C or k] about some of the tokens at each place, and their dtypes."""
 SCORED_ARRAYS = ("reference_logprobs", "teacher_logprobs")

@@ -162,8 +162,7 @@ def hand_over_routes(batch: Batch, source: list[int], target: list[int], replica
 
 def hand_over_scores(batch: Batch, source: list[int], target: list[int], replicas: Replicas) -> None:
     """Routers' scores that replica ``source[i]`` has kept, to replica ``target[i]``. Collective."""
-    shapes = gather_objects(next((s.old_scores.shape[1:] for s in batch.sequences if s.old_scores is not None), None))
-    shape = next(shape for shape in shapes if shape is not None)
+    shape = _shape_beyond_tokens(batch, "old_scores")
     kinds = (("old_experts", np.dtype(np.int16)), ("old_scores", np.dtype(np.float32)))
     fields = [_Field(name, dtype, lambda s: (s.whole_length, *shape)) for name, dtype in kinds]
     _hand_over(batch, fields, source, target, replicas)
@@ -171,9 +170,15 @@ def hand_over_scores(batch: Batch, source: list[int], target: list[int], replica
 
 def hand_over_heads(batch: Batch, source: list[int], target: list[int], replicas: Replicas) -> None:
     """Log po of heads that replica ``source[i]`` has found, to replica ``target[i]``. Collective."""
-    own = max((s.head_old_logprobs.shape[1] for s in batch.sequences if s.head_old_logprobs is not None), default=0)
-    width = max(gather_objects(own))
-    _hand_over(batch, [_Field("head_old_logprobs", LOGPROBS, lambda s: (s.length, width))], source, target, replicas)
+    shape = _shape_beyond_tokens(batch, "head_old_logprobs")
+    _hand_over(batch, [_Field("head_old_logprobs", LOGPROBS, lambda s: (s.length, *shape))], source, target, replicas)
+
+
+def _shape_beyond_tokens(batch: Batch, name: str) -> Shape:
+    """The shape of one token of the array ``name``, from whichever rank has a sequence with it. Collective."""
+    arrays = (getattr(s, name) for s in batch.sequences)
+    shapes = gather_objects(next((array.shape[1:] for array in arrays if array is not None), None))
+    return next(shape for shape in shapes if shape is not None)
 
 
 def _hand_over(batch: Batch, fields: list[_Field], source: list[int], target: list[int], replicas: Replicas) -> None:

@@ -24,11 +24,10 @@ from megatron_rl.learner.model import build_model
 from megatron_rl.learner.offload import Visitor
 from megatron_rl.learner.passes import Passes, PhaseFn
 from megatron_rl.model.architecture import read_architecture
-from megatron_rl.objective.inputs import MIN_LOGPROB
 from megatron_rl.objective.reference_kl import estimate
 from megatron_rl.process.ranks import gather_rows, world_rank
 from megatron_rl.rollout.weights import rounded_weights
-from megatron_rl.types import Batch, Rollout
+from megatron_rl.types import MIN_LOGPROB, Batch, Rollout
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megatron_rl.config.objective import Correction, ObjectiveConfig, is_of_one_token
 from megatron_rl.objective.corrections import CORRECTIONS
-from megatron_rl.objective.inputs import MIN_LOGPROB, Head, Tokens, safe_exp
+from megatron_rl.objective.inputs import Head, Tokens, safe_exp
 from megatron_rl.objective.policy_terms import clipped_surrogate
+from megatron_rl.types import MIN_LOGPROB
 
 SMALLEST_TAIL = 1e-6
 """Floor of 1 - Σ_H mu and of 1 - Σ_H pi, which log-probs in float32 cannot tell from 0 [App. A.3]."""

@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 
 from megatron_rl.errors import InputError
-from megatron_rl.objective.inputs import MIN_LOGPROB, Teacher, Tokens
+from megatron_rl.objective.inputs import Teacher, Tokens
+from megatron_rl.types import MIN_LOGPROB
 
 FLOOR = -9999.0
 """A teacher's log-prob from here down stands for -inf: servers write -9999 for it, because JSON has no infinity."""

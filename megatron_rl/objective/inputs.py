@@ -16,15 +16,12 @@ from torch import Tensor
 
 from megatron_rl.config.objective import Anchor, ObjectiveConfig, label_of
 from megatron_rl.errors import InputError
+from megatron_rl.types import MIN_LOGPROB
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to ±20 before exp. e^20 = 4.9e8 fits every dtype that losses are computed in, and its square
 fits float32. A larger ratio means unrelated policies and cannot guide an update. Outside the clamp the ratio is
 constant, so its gradient is zero."""
-
-MIN_LOGPROB = -1e4
-"""Floor of log mu and log po. A sampled token with a reported log-prob of -inf then has a ratio at the clamp. Every
-mask with an upper bound drops it, and sums over its sequence stay finite."""
 
 STD_EPSILON = 1e-6
 """Added to the group's standard deviation in GRPO advantages, as the papers do."""

@@ -24,10 +24,9 @@ from megatron_rl.rollout.generator import RolloutError, checked_scores
 from megatron_rl.rollout.servers.client import RequestRefused, ServerClient, ServerError
 from megatron_rl.rollout.servers.rendezvous import CONFIG_FILE, Address, digest_of_config, read_token
 from megatron_rl.rollout.servers.wire import COMPLETIONS, MODELS, SETTINGS
-from megatron_rl.types import Group, Rollout, TokenScorer
+from megatron_rl.types import MIN_LOGPROB, Group, Rollout, TokenScorer
 
 RETRIES = 3  # of one response that failed, on the next address each time, before the run ends
-MIN_LOGPROB = -1e4  # what a mean takes for -inf, as the objective does
 
 
 class ServerScorer:

@@ -23,6 +23,7 @@ from megatron_rl.rollout import Generator
 from megatron_rl.run.prepare import talk_of
 
 if TYPE_CHECKING:
+    from megatron_rl.data.table import PromptSet
     from megatron_rl.rollout.scoring import Teachers
 
 T = TypeVar("T")
@@ -89,13 +90,13 @@ def start_generator(
     )
 
 
-def start_teachers(recipe: Recipe, data_sources: list[str], device: str) -> Teachers | None:
-    """The teachers of ``data_sources`` that have engines of their own; None without any. Collective."""
+def start_teachers(recipe: Recipe, train: PromptSet, device: str) -> Teachers | None:
+    """The teachers of the prompts ``train`` that have engines of their own; None without any. Collective."""
     if recipe.teacher is None or recipe.teacher.engine == "learner":
         return None
     from megatron_rl.rollout.scoring import Teachers
 
-    return Teachers(recipe, data_sources, device)
+    return Teachers(recipe, train.data_sources, device)
 
 
 class LearnerWeights:

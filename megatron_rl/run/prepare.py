@@ -233,8 +233,7 @@ def prepare(recipe: Recipe, world_size: int | None) -> Iterator[Prepared]:
     validation = load_validation(recipe.data, recipe.validation, tokenizer) if has_validation else PromptSet.of(())
     for prompts_of_a_kind in (train, validation):
         check_vocabulary(prompts_of_a_kind, checked.architecture.vocab_size)
-    of_training = {prompt.data_source for prompt in train.first_of_each_source()}
-    check_second_models(recipe, tokenizer, checked.architecture.vocab_size, of_training)
+    check_second_models(recipe, tokenizer, checked.architecture.vocab_size, set(train.data_sources))
     first = [*train.first_of_each_source(), *validation.first_of_each_source()]
     names = {prompt.data_source for prompt in first}
     with Rewarder(recipe.reward, recipe.rollout.max_response_length, names) as rewarder:

@@ -188,13 +188,11 @@ class Run:
         """Whether a step's responses may still be scored while the learner makes its pass for old log-probs.
 
         The reward must be a function, which is called as responses become complete, and nothing before that pass may
-        depend on rewards; `kl_in_reward` is taken off them behind it. With `acceptance` the state before an update is
-        copied once its rate is known.
+        depend on rewards. With `acceptance` the state before an update is copied once its rate is known.
         """
         recipe = self.recipe
         is_early = self.rewarder.has_functions and isinstance(self.generator, AnnouncingGenerator)
-        is_free = not recipe.batch.filter_groups and recipe.acceptance is None and recipe.objective.kl_in_reward is None
-        return is_early and recipe.makes_old_logprobs and is_free
+        return is_early and recipe.makes_old_logprobs and not recipe.batch.filter_groups and recipe.acceptance is None
 
     @contextlib.contextmanager
     def saved_on_fault(self, before: dict[str, Any] | None = None) -> Iterator[None]:
@@ -272,8 +270,7 @@ def start(recipe: Recipe, resume: str = "auto", allow_changes: bool = False) -> 
             yield None
             return
         stack.callback(generator.close)
-        sources = [prompt.data_source for prompt in prepared.train.first_of_each_source()]
-        if (teachers := start_teachers(recipe, sources, learner.device.type)) is not None:
+        if (teachers := start_teachers(recipe, prepared.train, learner.device.type)) is not None:
             stack.callback(teachers.close)
         if prepared.rewarder.has_functions and isinstance(generator, AnnouncingGenerator):
             generator.announce_to(prepared.rewarder.begin)

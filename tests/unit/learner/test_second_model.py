@@ -7,7 +7,7 @@ import torch
 from megatron_rl.config.policy_terms import KlInReward
 from megatron_rl.errors import InputError
 from megatron_rl.learner.second_model import refuse_nan, take_off_rewards
-from megatron_rl.objective.inputs import MIN_LOGPROB
+from megatron_rl.types import MIN_LOGPROB
 from tests.support.rounding import rounded
 from tests.support.tiny import stored_rollouts
 

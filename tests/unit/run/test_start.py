@@ -37,12 +37,7 @@ UNDONE = {"acceptance": {"tolerance": 0.1}, "data": {"train": "t.jsonl", "valida
         ({"batch": CHOOSES}, True, Announcing(), False),  # rewards choose the batch
         ({**SEVERAL, "objective": {"anchor": "bypass"}}, True, Announcing(), False),
         ({**SEVERAL, **UNDONE}, True, Announcing(), False),
-        (
-            {"reference": {}, "objective": {"kl_in_reward": {"coef": 0.1}}},
-            True,
-            Announcing(),
-            False,
-        ),  # taken off rewards
+        ({"reference": {}, "objective": {"kl_in_reward": {"coef": 0.1}}}, True, Announcing(), True),
     ],
 )
 def test_scores_may_come_late_where_the_pass_for_old_logprobs_does_not_need_them(
@@ -52,6 +47,27 @@ def test_scores_may_come_late_where_the_pass_for_old_logprobs_does_not_need_them
         recipe=tiny_recipe(**sections), rewarder=SimpleNamespace(has_functions=has_functions), generator=generator
     )
     assert Run.scores_late.fget(run) is late
+
+
+def test_what_a_divergence_takes_off_stands_beside_a_score_that_comes_late():
+    """The learner finds `kl_penalty` before the scores come: it is no part of the reward that they set."""
+    groups = [Group(Prompt("p", [1], ""), [any_response(f"p/{i}", 2) for i in range(2)])]
+    recipe = tiny_recipe(reference={}, objective={"kl_in_reward": {"coef": 0.1}})
+    batch = build_unscored_batch(0, groups, recipe.batch)
+
+    def learn(batch, complete):
+        batch.sequences[0].kl_penalty = 3.0
+        complete()
+        return {}
+
+    def reward(groups, step):
+        groups[0].rollouts[0].reward = 1.0
+        return Scores({"reward/errors": 0.0}, [], 2)
+
+    run = MagicMock(recipe=recipe, reward=reward)
+    run.learner.update, run.learner.scheduler.metrics.return_value = learn, {}
+    update(run, batch, groups, partial(score_batch, run, batch, groups, {}))
+    assert batch.sequences[0].advantage < 0 < batch.sequences[1].advantage  # 1 - 3 against 0
 
 
 def test_a_batch_that_is_scored_late_is_scored_before_its_first_update():
