@@ -17,6 +17,7 @@ from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.run.recorded_batches import batch_path, load_batch
 from tests.e2e import hf_reference
 from tests.support.tiny import MODEL
+from tests.support.written_run import without_times
 from tests.support.zygote import run_command
 
 SAMPLING, STEPS = Sampling(24), 3
@@ -39,10 +40,6 @@ def run(folder: Path, name: str, *changes: str, steps: int = STEPS) -> list[dict
     done = run_command("megatron_rl", ["train", "recipes/tiny/distillation.yaml", *arguments], folder)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_times(row: dict) -> dict:
-    return {name: value for name, value in row.items() if not name.startswith("perf/") and name != "time"}
 
 
 def test_a_second_engine_of_the_process_scores_what_the_first_sampled(teacher):
@@ -85,7 +82,7 @@ class TestRuns:
     def test_a_run_that_was_resumed_goes_on_alike(self, rows, folder, teacher):
         run(folder, "parts", f"teacher.path={teacher}", steps=STEPS - 1)
         again = run(folder, "parts", f"teacher.path={teacher}")
-        assert list(map(without_times, again)) == list(map(without_times, rows))
+        assert without_times(again) == without_times(rows)
 
     def test_a_recorded_batch_is_learned_from_again(self, rows, folder):
         told = folder / "told.json"

@@ -13,6 +13,7 @@ import torch
 from megatron_rl.__main__ import main
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from tests.support.tiny import REPOSITORY
+from tests.support.written_run import without_times
 
 pytestmark = pytest.mark.usefixtures("cheap_engines")
 
@@ -54,8 +55,7 @@ def nan(generator: VllmGenerator) -> None:
 
 
 def rows(run: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith("perf/") and k != "time"} for row in lines]
+    return without_times([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from tests.support.families import DENSE, save_family
 from tests.support.rounding import rounded
 from tests.support.slow import slow_but
 from tests.support.tiny import MODEL
+from tests.support.written_run import without_times
 from tests.support.zygote import run_command
 
 STEPS = 6
@@ -28,10 +29,6 @@ def train(folder: Path, name: str, *settings: str, status: int = 0) -> tuple[lis
     file = folder / name / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return rows, done.stdout + done.stderr
-
-
-def without_times(rows: list[dict]) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith("perf/") and k != "time"} for row in rows]
 
 
 FP32_TWO_UPDATES = [

@@ -9,6 +9,7 @@ import torch
 
 from megatron_rl.run.recorded_batches import batch_path, load_batch
 from tests.support.rounding import rounded
+from tests.support.written_run import without_times
 from tests.support.zygote import run_command
 
 COEF, STEPS, SAMPLES = 0.05, 3, 8
@@ -22,10 +23,6 @@ def run(folder: Path, name: str, steps: int) -> list[dict]:
     done = run_command("megatron_rl", ["train", "recipes/tiny/reference_kl.yaml", *arguments], folder)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_times(row: dict) -> dict:
-    return {name: value for name, value in row.items() if not name.startswith("perf/") and name != "time"}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +59,7 @@ def test_advantages_are_those_of_the_rewards_less_the_divergence(rows, folder):
 def test_a_run_that_was_resumed_goes_on_alike(rows, folder):
     run(folder, "parts", STEPS - 1)
     again = run(folder, "parts", STEPS)
-    assert list(map(without_times, again)) == list(map(without_times, rows))
+    assert without_times(again) == without_times(rows)
 
 
 def test_a_recorded_batch_is_learned_from_again(rows, folder):

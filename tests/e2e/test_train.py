@@ -31,6 +31,7 @@ from tests.support.plain_training import Limits, float32_limits_on, run_on
 from tests.support.rounding import CLOSED_FORM, adam_largest_update, gamma, rounded, unit_roundoff
 from tests.support.series import megatron_core
 from tests.support.tiny import MODEL, REPOSITORY
+from tests.support.written_run import without_times
 from tests.support.zygote import run_command, run_ranks_of_command, surroundings
 
 GRPO = "recipes/tiny/grpo.yaml"
@@ -64,10 +65,6 @@ def succeeded(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
 
 def metrics(root: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_times(rows: list[dict]) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith("perf/") and k != "time"} for row in rows]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from megatron_rl.monitor import RunDirectory
 from megatron_rl.run.recorded_batches import batch_path, load_batch
 from tests.support.patience import PATIENCE_S
 from tests.support.tiny import REPOSITORY
+from tests.support.written_run import without_times
 from tests.support.zygote import run_command, surroundings
 from tools.dev.make_tiny_checkpoint import build_tokenizer
 
@@ -32,8 +33,7 @@ def arguments(root: Path, name: str, steps: int, function: Path) -> list[str]:
 
 def rows(root: Path, name: str) -> list[dict]:
     lines = (root / name / "metrics.jsonl").read_text().splitlines()
-    parsed = [json.loads(line) for line in lines]
-    return [{k: v for k, v in row.items() if not k.startswith("perf/") and k != "time"} for row in parsed]
+    return without_times([json.loads(line) for line in lines])
 
 
 def batches(root: Path, name: str):

@@ -1,12 +1,10 @@
 """Centred scores on every layout and packing are those of one rank. Heads are random tokens of all ranks' columns."""
 
 import pytest
-import torch
 
 from tests.parallel.pool import Jobs
-from tests.parallel.programs.learner import largest_difference
+from tests.parallel.programs.learner import assert_same_training
 from tests.support.plain_training import float32_limits
-from tests.support.rounding import rounded
 from tests.support.slow import slow_but
 
 STEPS, EPS = 2, 1e-3  # of Adam: see test_learner_layouts.py
@@ -62,12 +60,7 @@ def runs():
 
 
 def assert_same(result: dict, reference: dict, minibatches: int = 1) -> None:
-    limits = float32_limits(STEPS, minibatches=minibatches, eps=EPS)
-    for got, want in zip(result["metrics"], reference["metrics"], strict=True):
-        assert {n for n in got if "noise/" not in n} == {n for n in want if "noise/" not in n}
-        for name in NAMES:
-            assert got[name] == rounded(want[name], 1000, scale=1 + abs(want[name]), dtype=torch.float32), name
-    assert largest_difference(result["weights"], reference["weights"]) <= limits.weights
+    assert_same_training(result, reference, NAMES, float32_limits(STEPS, minibatches=minibatches, eps=EPS))
 
 
 @pytest.mark.parametrize("layout", slow_but(["one sequence each", "fused head, tp2ep2", "cp2"], LAYOUTS))

@@ -1,12 +1,10 @@
 """What a teacher teaches on every layout and packing is what it teaches on one rank; its log-probs are random."""
 
 import pytest
-import torch
 
 from tests.parallel.pool import Jobs
-from tests.parallel.programs.learner import largest_difference
+from tests.parallel.programs.learner import assert_same_training, largest_difference
 from tests.support.plain_training import float32_limits
-from tests.support.rounding import rounded
 from tests.support.slow import slow_but
 
 STEPS, EPS, MINIBATCHES = 2, 1e-3, 4  # of Adam: see test_learner_layouts.py
@@ -42,11 +40,7 @@ def runs():
 @pytest.mark.parametrize("layout", slow_but(["one sequence each", "dp2", "cp2"], LAYOUTS))
 def test_layout_equals_one_rank(runs, layout):
     (first, *others), reference = runs[layout], runs["one"][0]
-    limits = float32_limits(STEPS, minibatches=MINIBATCHES, eps=EPS)
-    for got, want in zip(first["metrics"], reference["metrics"], strict=True):
-        for name in NAMES:
-            assert got[name] == rounded(want[name], 1000, scale=1 + abs(want[name]), dtype=torch.float32), name
-    assert largest_difference(first["weights"], reference["weights"]) <= limits.weights
+    assert_same_training(first, reference, NAMES, float32_limits(STEPS, minibatches=MINIBATCHES, eps=EPS))
     for other in others:
         assert other["metrics"] == first["metrics"]
 

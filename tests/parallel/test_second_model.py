@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.parallel.pool import Jobs
-from tests.parallel.programs.learner import largest_difference
+from tests.parallel.programs.learner import assert_same_training, largest_difference
 from tests.support.plain_training import float32_limits
 from tests.support.rounding import rounded
 from tests.support.slow import slow_but
@@ -84,12 +84,7 @@ def runs(other, tmp_path_factory):
 
 
 def assert_same(result: dict, wanted: dict, minibatches: int = 1) -> None:
-    limits = float32_limits(STEPS, minibatches=minibatches, eps=EPS)
-    for got, want in zip(result["metrics"], wanted["metrics"], strict=True):
-        assert {n for n in got if "noise/" not in n} == {n for n in want if "noise/" not in n}
-        for name in NAMES:
-            assert got[name] == rounded(want[name], 1000, scale=1 + abs(want[name]), dtype=torch.float32), name
-    assert largest_difference(result["weights"], wanted["weights"]) <= limits.weights
+    assert_same_training(result, wanted, NAMES, float32_limits(STEPS, minibatches=minibatches, eps=EPS))
 
 
 @pytest.mark.parametrize("layout", slow_but(["one sequence each", "fused head, tp2ep2", "cp2", "pp2"], LAYOUTS))

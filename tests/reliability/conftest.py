@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.written_run import without_times
 from tests.support.zygote import Child, surroundings, zygote
 from tools.dev.make_tiny_checkpoint import build_model, build_tiny_config, save_checkpoint
 
@@ -52,8 +53,7 @@ class Runs:
     def rows(self, name: str) -> list[dict]:
         """Lines of metrics.jsonl without what a clock put there."""
         lines = (self.root / name / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        return [{k: v for k, v in row.items() if not k.startswith("perf/") and k != "time"} for row in rows]
+        return without_times([json.loads(line) for line in lines])
 
     def checkpoints(self, name: str) -> list[str]:
         return sorted(path.name for path in (self.root / name / "checkpoints").iterdir())

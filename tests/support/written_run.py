@@ -18,6 +18,11 @@ LAYERS = 4
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>\x1b[31m\u202ered"
 
 
+def without_times(rows: list[dict]) -> list[dict]:
+    """Lines of metrics.jsonl without what a clock put there."""
+    return [{name: x for name, x in row.items() if not name.startswith("perf/") and name != "time"} for row in rows]
+
+
 class WrittenRun:
     """``folder`` as a run of ``num_steps`` leaves it while it goes on."""
 

@@ -1,6 +1,7 @@
 """What the ranks of test_learner_layouts.py run."""
 
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 
 from megatron_rl.learner.learner import Learner
 from tests.support.layouts import leave_layout
+from tests.support.plain_training import Limits
+from tests.support.rounding import rounded
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
 
@@ -92,6 +95,15 @@ def _continue(learner: Learner, first: int) -> dict[str, Any]:
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert a.keys() == b.keys()
     return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def assert_same_training(result: dict, wanted: dict, names: Sequence[str], limits: Limits) -> None:
+    """Two results of one training in other layouts: the same metrics, those of ``names`` and the weights alike."""
+    for got, want in zip(result["metrics"], wanted["metrics"], strict=True):
+        assert {n for n in got if "noise/" not in n} == {n for n in want if "noise/" not in n}
+        for name in names:
+            assert got[name] == rounded(want[name], 1000, scale=1 + abs(want[name]), dtype=torch.float32), name
+    assert largest_difference(result["weights"], wanted["weights"]) <= limits.weights
 
 
 def starting_weights(path: str, **sections: Any) -> dict[str, torch.Tensor]:
