@@ -90,6 +90,21 @@ def test_what_is_not_the_rule_is_beyond_the_bound(rate):
         assert share(chunks([query, key, value, decay * 0.9, strength]), wanted) > 1
 
 
+def test_what_each_sum_over_a_state_may_lose_adds_up():
+    """A state that is written little by little in one direction is too large by the error of a sum in every step."""
+    num, beta = 150, 0.01
+    direction = torch.eye(16, dtype=torch.float64)[0].expand(num, 1, 16)
+    value, strength = torch.ones(num, 1, 1, dtype=torch.float64), torch.full((num, 1), beta, dtype=torch.float64)
+    wanted = bounded([direction, direction, value, torch.zeros(num, 1), strength], [num])
+    key = direction[0, 0] / np.sqrt(1 + 1e-6)
+    state, outputs, error = torch.zeros(16, dtype=torch.float64), [], arithmetic.gamma(arithmetic.CHUNK + 2 * 16)
+    for _ in range(num):
+        state = (state + beta * (1 - state @ key) * key) * (1 + error)
+        outputs.append(state @ key / 16**0.5)
+    assert share(torch.stack(outputs)[:, None, None], wanted) <= 1
+    assert float(((outputs[-1] - wanted.value[-1, 0, 0]) / (outputs[-1] * error)).abs()) > 10  # of many steps
+
+
 @pytest.mark.parametrize("which", range(5))
 def test_errors_of_the_inputs_are_carried_on(which):
     """Each input alone is moved by its error, in random directions: the output is within the bound of that."""
