@@ -187,6 +187,7 @@ class GuardState:
     openings: int = 0  # counts up at every change, so that a version that came back is told from one that stayed
     meter: Meter = field(default_factory=Meter)  # of responses
     oldest: int = 0  # responses that came at an earlier opening are thrown away
+    is_of_a_run: bool = False  # weights came in the place of those that the server started with
 
 
 STATE = GuardState()  # global, because vLLM makes the middleware by its class's name and passes no argument
@@ -249,6 +250,7 @@ class Guard:
         except (ValueError, TypeError, KeyError) as error:
             return await _answer(send, REFUSED, {"error": f"{type(error).__name__}: {error}"})
         async with state.replacing:  # waits for an update that a caller gave up waiting for
+            state.is_of_a_run |= bool(update[how])  # an opening brings no file
             self._change(None, spares=mode != "finish")
             try:
                 amount = await state.replace(update, version, mode == "keep")
@@ -263,7 +265,7 @@ class Guard:
     async def _score(self, receive: Receive, send: Send) -> None:
         """Score for a teacher. Refused where a run has replaced the weights that the server started with."""
         try:
-            if self._state.openings:
+            if self._state.is_of_a_run:
                 raise ValueError("a run has replaced this server's weights; start one for the teacher alone")
             answer = await _unless_left(receive, self._state.score(await _body(receive)))
         except (ValueError, TypeError, KeyError) as error:

@@ -229,10 +229,23 @@ def test_the_route_of_a_server_scores_while_it_is_closed():
 
 
 def test_a_server_whose_weights_a_run_has_replaced_is_no_teacher():
-    guard = Guard(None, GuardState(token=TOKEN, score=None, openings=2))
-    status, answer = asyncio.run(call(guard, "/megatron_rl/score", body={"token_ids": [1, 2], "first": 1}))
-    assert status == 400
-    assert "a run has replaced this server's weights" in answer["error"]
+    """One that a run has opened without sending any is: it holds what it was started with."""
+
+    async def take(update, version, keep):
+        return {"tensors": len(update["files"]), "bytes": 0}
+
+    async def of_engine(body):
+        return Rollout("", (), np.array([2], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+
+    async def ask(*files: list[str]):
+        guard = Guard(None, GuardState(token=TOKEN, score=of_engine, replace=take))
+        for version, names in enumerate(files):
+            update = {"version": version, "mode": "finish", "files": names}
+            assert (await call(guard, "/megatron_rl/weights", body=update))[0] == 200
+        return await call(guard, "/megatron_rl/score", body={"token_ids": [1, 2], "first": 1})
+
+    assert [asyncio.run(ask(*files))[0] for files in ([], [[]], [[], ["part_0000"]])] == [200, 200, 400]
+    assert "a run has replaced this server's weights" in asyncio.run(ask(["part_0000"], []))[1]["error"]
 
 
 def test_ranks_begin_at_different_addresses(monkeypatch):
