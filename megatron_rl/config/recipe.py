@@ -48,10 +48,11 @@ def section_problems(recipe: RecipeSections) -> list[str]:
             "interpolated policy is mu; use bypass, or max_staleness of 1 or more"
         )
     bound = recipe.schedule.staleness_bound
-    if bound is not None and not recipe.rollout.max_staleness and recipe.batch.minibatches == 1:
+    is_stale = recipe.rollout.max_staleness or (recipe.exact.dose is not None and recipe.exact.dose.kind == "stale")
+    if bound is not None and not is_stale and recipe.batch.minibatches == 1:
         problems.append(
             f"schedule.staleness_bound: {bound:g} bounds nothing, because rollout.max_staleness is 0 and "
-            "batch.minibatches 1: every update learns what its own weights sampled; set one of these, or null"
+            "batch.minibatches 1, without a dose of kind stale: every update learns what its own weights sampled; set one of these, or null"
         )
     penalty = recipe.objective.log_ratio_penalty
     if penalty and not has_log_ratio(recipe):

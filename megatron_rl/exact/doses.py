@@ -75,6 +75,10 @@ class Dose:
     def new_weights(self, module: torch.nn.Module, version: int) -> None:
         """The module has got the weights of policy ``version``."""
 
+    def sampler_version(self, newest: int) -> int:
+        """Version of the weights that sample while those of the model have version ``newest``."""
+        return newest
+
 
 _PUT_OUT_BY = {
     "input_norm": "input_layernorm",
@@ -171,6 +175,9 @@ class StaleWeights(Dose):
         )
         while len(self._kept) > 1 and self._kept[1][0] <= version - self.config.updates:
             self._kept.popleft()
+
+    def sampler_version(self, newest: int) -> int:
+        return self._kept[0][0] if self._kept else newest
 
     @contextmanager
     def on(self, module: torch.nn.Module) -> Iterator[None]:

@@ -212,21 +212,22 @@ class ExactGenerator:
             for row, logprobs in zip(sampled.clean, clean, strict=True):
                 row[: len(logprobs)] = logprobs
         places = [place for place, number in enumerate(numbers_here) if owners[number] == world_rank()]
+        version = dose.sampler_version(self._policy_version)
         return together(
             "exact generation",
-            lambda: [self._wrap(requests[numbers_here[place]], sampled, place) for place in places],
+            lambda: [self._wrap(requests[numbers_here[place]], sampled, place, version) for place in places],
             fault=RolloutError,
             describe=str,
         )
 
-    def _wrap(self, request: Request, responses: Responses, place: int) -> Rollout:
+    def _wrap(self, request: Request, responses: Responses, place: int, version: int) -> Rollout:
         length = responses.lengths[place]
         columns = (responses.tokens, responses.log_mu, responses.clean, *responses.heads)
         tokens, log_mu, clean, *heads = (column[place, :length].copy() for column in columns)
         reason = "stop" if int(tokens[-1]) in self._stop else "length"
         text = self._decode(tokens.tolist())
         of_head = dict(zip(("head_tokens", "head_logprobs"), heads, strict=False))
-        rollout = make_rollout(request, tokens, log_mu, reason, self._policy_version, text=text, **of_head)
+        rollout = make_rollout(request, tokens, log_mu, reason, version, text=text, **of_head)
         rollout.exact_logprobs = clean
         return rollout
 

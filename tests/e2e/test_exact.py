@@ -67,11 +67,14 @@ def test_another_family_has_no_mismatch(family, tmp_path):
 
 
 def test_stale_weights_are_those_of_the_run_itself_from_its_first_step_on(tmp_path):
-    rows, _ = train(tmp_path, "stale", *FP32_TWO_UPDATES, "exact.noise={kind: stale, updates: 2}")
+    bounded = "schedule.staleness_bound=1.0"
+    rows, _ = train(tmp_path, "stale", *FP32_TWO_UPDATES, "exact.noise={kind: stale, updates: 2}", bounded)
     sizes = [row["exact/log_rho_std"] for row in rows if "actor/pg_loss" in row]
     assert len(sizes) == STEPS
     assert sizes[0] == 0.0, "there are no weights before the first"
     assert min(sizes[1:]) > 0.0
+    ages = [row["lr_sched/staleness"] for row in rows if "actor/pg_loss" in row]
+    assert ages == [0.5] + [2.5] * (STEPS - 1), "mean of two updates, the second one step further from its tokens"
 
 
 CENTERED = "objective.score_centering=true"
