@@ -42,8 +42,9 @@ MAY_CHANGE = (
     "model.path",
     "reference.path",
     "teacher.addresses",
-    "data.train",
-    "data.validation",
+    "teacher.by_source.*.addresses",
+    "data.train*",
+    "data.validation*",
     # How long the run is. `_moves_the_schedule` has the exception.
     "num_steps",
     # Layout, memory and speed. Checkpoints load under every layout.
@@ -100,11 +101,11 @@ class Change:
 def recipe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[Change], list[Change]]:
     """Changes that a run may make, and changes that make another run of it.
 
-    ``old`` and ``new``: recipes as `Recipe.model_dump(mode="json")` gives them. Lists are compared whole.
+    ``old`` and ``new``: recipes as `Recipe.model_dump(mode="json")` gives them.
     """
     allowed, others = [], []
     for change in differences(old, new):
-        why = _moves_the_schedule(change.key, new) or _decays_the_rate(change)
+        why = _moves_the_schedule(change.key, new) or _decays_the_rate(change.key, old, new)
         if why:
             others.append(Change(change.key, change.old, change.new, why))
         elif any(fnmatchcase(change.key, pattern) for pattern in MAY_CHANGE):
@@ -115,11 +116,19 @@ def recipe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """Dotted keys whose values differ, in the order of ``new``. A key that one side lacks has the value `ABSENT`."""
+    """Dotted keys whose values differ, in the order of ``new``. A key that one side lacks has the value `ABSENT`. Lists
+    of as many sections are compared key by key, other lists whole."""
     a, b = _flatten(old), _flatten(new)
     keys = list(dict.fromkeys([*b, *a]))
     changes = [Change(key, a.get(key, ABSENT), b.get(key, ABSENT)) for key in keys]
-    return [change for change in changes if change.old != change.new]
+    return [one for change in changes if change.old != change.new for one in _in_items(change)]
+
+
+def _in_items(change: Change) -> list[Change]:
+    lists = [x for x in (change.old, change.new) if isinstance(x, list) and all(isinstance(y, Mapping) for y in x)]
+    if len(lists) < 2 or len(lists[0]) != len(lists[1]):
+        return [change]
+    return differences(*({change.key: dict(enumerate(x))} for x in lists))
 
 
 def _moves_the_schedule(key: str, recipe: Mapping[str, Any]) -> str:
@@ -132,11 +141,12 @@ def _moves_the_schedule(key: str, recipe: Mapping[str, Any]) -> str:
     return ""
 
 
-def _decays_the_rate(change: Change) -> str:
+def _decays_the_rate(key: str, *recipes: Mapping[str, Any]) -> str:
     """Why other alarms are another schedule; "" where they are not."""
-    if change.key != "monitor.alarms":
+    if not key.startswith("monitor.alarms"):
         return ""
-    both = [rules if isinstance(rules, list) else [] for rules in (change.old, change.new)]
+    both = [(recipe.get("monitor") or {}).get("alarms") for recipe in recipes]
+    both = [rules if isinstance(rules, list) else [] for rules in both]
     acting = [[rule for rule in rules if {"decay_lr", "rollback"} & {*rule["then"]}] for rules in both]
     return "alarms with decay_lr or rollback set the learning rate" if acting[0] != acting[1] else ""
 

@@ -93,9 +93,51 @@ def test_the_servers_of_a_teacher_may_move():
     assert changed(there, {"teacher": there["teacher"] | {"path": "/n"}}) == ([], ["teacher.path: /m → /n"])
 
 
+def test_servers_of_teachers_of_data_sources_may_move_but_not_teach_others():
+    def served(*hosts, sources=("x", "y")):
+        each = [{"engine": "vllm_server", "path": "/m", "addresses": [f"http://{host}:1"]} for host in hosts]
+        return {"teacher": {"by_source": [{**one, "data_sources": [x]} for one, x in zip(each, sources)]}}
+
+    allowed, refused = changed(served("a", "b"), served("a", "c"))
+    assert (allowed, refused) == (["teacher.by_source.1.addresses: ['http://b:1'] → ['http://c:1']"], [])
+    allowed, refused = changed(served("a", "b"), served("c", "b", sources=("z", "y")))
+    assert refused == ["teacher.by_source.0.data_sources: ['x'] → ['z']"]
+    assert allowed == ["teacher.by_source.0.addresses: ['http://a:1'] → ['http://c:1']"]
+    assert [len(part) for part in changed(served("a", "b"), served("a"))] == [0, 1]
+
+
+def test_a_list_is_compared_key_by_key_where_it_has_as_many_sections():
+    old = {"a": [{"b": 1, "c": [{"d": 1}]}, {"b": 2}], "e": [1, 2], "f": [{"b": 1}], "g": [{}], "h": None}
+    new = {"a": [{"b": 1, "c": [{"d": 2}]}, {"b": 3}], "e": [1, 3], "f": [], "g": None, "h": [{"b": 1}]}
+    assert [str(change) for change in differences(old, new)] == [
+        "a.0.c.0.d: 1 → 2",
+        "a.1.b: 2 → 3",
+        "e: [1, 2] → [1, 3]",
+        "f: [{'b': 1}] → []",
+        "g: [{}] → null",
+        "h: null → [{'b': 1}]",
+    ]
+
+
+def test_a_rule_that_sets_the_rate_is_another_schedule_in_each_of_its_keys():
+    allowed, refused = changed({"monitor": {"alarms": [DECAYS]}}, {"monitor": {"alarms": [DECAYS | {"above": 2.0}]}})
+    assert (allowed, len(refused)) == ([], 1)
+    assert refused[0].startswith("monitor.alarms.0.above: 1.0 → 2.0 (alarms with")
+    allowed, refused = changed({"monitor": {"alarms": [WARNS]}}, {"monitor": {"alarms": [WARNS | {"above": 2.0}]}})
+    assert (allowed, refused) == (["monitor.alarms.0.above: 1.0 → 2.0"], [])
+
+
+def test_data_may_be_elsewhere():
+    there = {"data": {"train": [{"path": "/a.jsonl"}], "prompt": {"max_length": 16}}}
+    elsewhere = {"data": {"train": [{"path": "/b.jsonl"}], "prompt": {"max_length": 16}}}
+    assert changed(there, elsewhere) == (["data.train.0.path: /a.jsonl → /b.jsonl"], [])
+
+
 def test_every_key_that_may_change_exists():
     """A pattern that matches no key would be a promise about nothing."""
-    keys = {change.key for change in differences({}, values(reference={}, teacher={}))}
+    teacher = {"by_source": [{"data_sources": ["a"]}]}
+    empty = {"teacher": {"by_source": [{}]}}
+    keys = {change.key for change in differences(empty, values(reference={}, teacher=teacher))}
     assert [pattern for pattern in MAY_CHANGE if not any(fnmatchcase(key, pattern) for key in keys)] == []
 
 
