@@ -19,7 +19,7 @@ MIN_LOGPROB = -1e4
 mask with an upper bound drops it, and sums over its sequence stay finite."""
 SET_ARRAYS = {"kept_tokens": np.int32, "head_tokens": np.int32, "head_logprobs": np.float32}
 """Fields of `Rollout` [R, C or k] about some of the tokens at each place, and their dtypes."""
-SCORED_ARRAYS = ("reference_logprobs", "teacher_logprobs")
+SCORED_ARRAYS = ("reference_logprobs", "scoring_logprobs", "teacher_logprobs")
 """Fields of `Rollout` [R] float32: log-probs of its tokens under a second model."""
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
@@ -67,6 +67,7 @@ class Rollout:
     head_tokens: np.ndarray | None = None  # [R, k] int32, the most probable tokens at each place; None: as kept_tokens
     head_logprobs: np.ndarray | None = None  # [R, k] float32, log mu of them, -inf where there is none; None: no head
     reference_logprobs: np.ndarray | None = None  # [R] float32, log-probs under `reference`; None unless computed
+    scoring_logprobs: np.ndarray | None = None  # [R] float32, log po in the precision of `scoring`
     teacher_logprobs: np.ndarray | None = None  # [R] float32, log-probs under a teacher; None unless computed
     exact_logprobs: np.ndarray | None = None  # [R] float32, engine exact: log po must equal it bit for bit
     sampled: np.ndarray | None = None  # [R] bool, tokens that the policy sampled (`rollout.function`); None: all

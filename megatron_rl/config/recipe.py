@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from megatron_rl.config.learner import ParallelConfig, ScheduleConfig, fp32_products
+from megatron_rl.config.learner import ParallelConfig, ScheduleConfig
 from megatron_rl.config.sections import BatchConfig, RecipeSections
 from megatron_rl.config.teacher_rules import teacher_problems
 
@@ -79,6 +79,12 @@ def section_problems(recipe: RecipeSections) -> list[str]:
     if recipe.objective.router_shift is not None:
         problems += router_shift_problems(recipe)
     problems += reference_problems(recipe)
+    if recipe.scoring is not None and recipe.batch.minibatches > 1 and not recipe.makes_old_logprobs:
+        problems.append(
+            f"scoring: set with batch.minibatches {recipe.batch.minibatches} and an objective that makes no pass for "
+            "log po: from the second update on, pi has other weights than what it is compared with; use minibatches 1, "
+            "or null"
+        )
     head = recipe.rollout.sampled_head
     if recipe.objective.score_centering and not head:
         wanted = recipe.rollout.top_k if recipe.rollout.kept_sets else 128
@@ -294,10 +300,11 @@ def offload_problems(recipe: RecipeSections) -> list[str]:
 
 def tf32_problems(recipe: RecipeSections) -> list[str]:
     """Where products of fp32 matrices would have to be of two kinds in one process, or TF32 where there is none."""
-    learner, rollout = fp32_products(recipe.learner.dtype, recipe.rollout.dtype, recipe.precision)
+    learner, rollout = recipe.fp32_products
     if "tf32" not in learner | rollout:
         return []
     problems, dtypes = [], f"learner.dtype: {recipe.learner.dtype}, rollout.dtype: {recipe.rollout.dtype}"
+    dtypes += "" if recipe.scoring is None else f", scoring.dtype: {recipe.scoring.dtype}"
     if recipe.runtime.device == "cpu":
         problems.append(f"{dtypes} with runtime.device cpu: tf32 needs an NVIDIA GPU; use fp32")
     if recipe.rollout.engine == "exact":

@@ -1,12 +1,13 @@
-"""A second model, which gives the log-prob of each token that was sampled: sections `reference` and `teacher`."""
+"""A second model, which gives the log-prob of each token that was sampled: keys `reference`, `scoring`, `teacher`."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
-from megatron_rl.config.base import AnyPath, LookedUp, Section
+from megatron_rl.config.base import AnyPath, Dtype, LookedUp, Section
+from megatron_rl.config.learner import PrecisionConfig
 
 
 class SecondModelConfig(Section):
@@ -18,6 +19,25 @@ class ReferenceConfig(SecondModelConfig):
     """A policy that is not trained, on the learner's ranks: `reference/*` measures how far the trained one is from it,
     and `objective.kl_loss` and `objective.kl_in_reward` hold it back. With learner.lora and no path it is the policy
     without its adapters, else a second copy of weights, which lies in host memory between its passes."""
+
+
+class ScoringConfig(Section):
+    """The policy itself in another precision, on the learner's ranks: `scoring/*` says how much of log po - log mu is
+    the learner's rounding. Its weights are those of the learner's passes. Nothing is learned from it."""
+
+    dtype: Dtype = "fp32"
+    """Type of its weights and activations; the dtype's name alone stands for the section."""
+    fp32_head: bool | None = None
+    """Logits in fp32. null: as precision.fp32_head."""
+    fp32_router: bool | None = None
+    """The router in fp32. null: as precision.fp32_router."""
+    every: PositiveInt = 1
+    """Steps from one such pass to the next."""
+
+    def of(self, learners: PrecisionConfig) -> PrecisionConfig:
+        """Its own parts in fp32, where those of the learner are ``learners``."""
+        own = {"fp32_head": self.fp32_head, "fp32_router": self.fp32_router}
+        return learners.model_copy(update={name: is_on for name, is_on in own.items() if is_on is not None})
 
 
 class TeacherModelConfig(SecondModelConfig):

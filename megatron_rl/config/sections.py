@@ -17,12 +17,13 @@ from pydantic import (
 
 from megatron_rl.config.base import AnyPath, LookedUp, OffCount, Section, Short
 from megatron_rl.config.data import DataConfig, RewardConfig
-from megatron_rl.config.learner import LearnerConfig, PrecisionConfig, RoutingConfig, ScheduleConfig
+from megatron_rl.config.learner import LearnerConfig, PrecisionConfig, RoutingConfig, ScheduleConfig, fp32_products
 from megatron_rl.config.monitor import MonitorConfig
 from megatron_rl.config.objective import ObjectiveConfig
 from megatron_rl.config.rollout import ExactConfig, RolloutConfig
-from megatron_rl.config.second_model import ReferenceConfig, TeacherConfig
+from megatron_rl.config.second_model import ReferenceConfig, ScoringConfig, TeacherConfig
 from megatron_rl.errors import printable
+from megatron_rl.process.fp32_products import Fp32Product
 
 # The `model` and `runtime` sections: what is trained, and where.
 
@@ -193,6 +194,8 @@ class RecipeSections(Section):
     """A policy that is not trained, for the divergence from it. null: none."""
     teacher: TeacherConfig | None = None
     """A model that the policy learns from, token by token. null: none."""
+    scoring: Annotated[ScoringConfig | None, Short("dtype")] = None
+    """The policy in another precision: what of the mismatch is the learner's. null: none."""
     schedule: ScheduleConfig = ScheduleConfig()
     """How the learning rate moves."""
     acceptance: AcceptanceConfig | None = None
@@ -261,6 +264,14 @@ class RecipeSections(Section):
         if self.teacher is not None and self.teacher.engine == "learner":
             folders["teacher_logprobs"] = self.teacher.path or self.model.path
         return folders
+
+    @property
+    def fp32_products(self) -> tuple[set[Fp32Product], set[Fp32Product]]:
+        """`learner.fp32_products` of the run, those of `scoring` among the learner's."""
+        own, engine = fp32_products(self.learner.dtype, self.rollout.dtype, self.precision)
+        if self.scoring is not None:
+            own = own | fp32_products(self.scoring.dtype, self.rollout.dtype, self.scoring.of(self.precision))[0]
+        return own, engine
 
     @property
     def makes_old_logprobs(self) -> bool:

@@ -23,7 +23,7 @@ from megatron_rl.checkpoint.hf_folder import Sampling, write_hf_checkpoint
 from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config import Recipe
 from megatron_rl.config.base import FP32_STORED
-from megatron_rl.config.learner import fp32_products, only_product
+from megatron_rl.config.learner import only_product
 from megatron_rl.errors import InputError
 from megatron_rl.exact.decode import Decoder
 from megatron_rl.exact.turns import capture_for
@@ -57,7 +57,13 @@ from megatron_rl.learner.passes import (
 from megatron_rl.learner.process_groups import initialize
 from megatron_rl.learner.router_biases import RouterBiases
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
-from megatron_rl.learner.second_model import SecondModel, load_second_model, refuse_nan, take_off_rewards
+from megatron_rl.learner.second_model import (
+    SecondModel,
+    load_second_model,
+    refuse_nan,
+    scoring_model,
+    take_off_rewards,
+)
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.objective import (
     Denominators,
@@ -156,12 +162,17 @@ class Learner:
     @cached_property
     def second_models(self) -> dict[str, SecondModel]:
         """Those on these ranks, by the field of `Rollout` that they fill; loaded at the first update. Collective."""
-        return {
+        about = (self.recipe, self.device, self.exact, self.phase)
+        models = {
             name: SecondModel(self.passes, self.head, self.adapters.off)
             if path is None
-            else load_second_model(path, self.recipe, self.device, self.exact, self.phase)
+            else load_second_model(path, *about)
             for name, path in self.recipe.scored_by_learner.items()
         }
+        if self.recipe.scoring is not None:
+            policy = (self.module, self._current, self.passes.weights)
+            models["scoring_logprobs"] = scoring_model(*about, *policy)
+        return models
 
     @cached_property
     def replicas(self) -> Replicas:
@@ -231,13 +242,17 @@ class Learner:
         equal bits. ``source``, ``target``: as `_distribute` returned them. Collective.
         """
         parts = [range(len(batch.sequences))] if made_pass else batch.minibatches
+        self.offload.before_passes()
         for name, model in self.second_models.items():
+            is_measured = name == "scoring_logprobs"
+            if is_measured and batch.step % self.recipe.scoring.every:
+                continue
             with self.phase(name.removesuffix("_logprobs")), model.here():
-                self.offload.before_passes()
-                packed = [m for indices in parts for m in model.passes.microbatches(batch, indices)]
-                logprobs = self._forward(model.passes, model.head, packed, "native")
+                packed = [m for indices in parts for m in model.passes.microbatches(batch, indices, model.mode)]
+                logprobs = self._forward(model.passes, model.head, packed, model.mode)
                 logprobs = hand_over_logprobs(batch, logprobs, source, target, self.replicas)
-                together(name, partial(refuse_nan, name, logprobs, self.config.dtype))
+                if not is_measured:
+                    together(name, partial(refuse_nan, name, logprobs, self.config.dtype))
                 for i, sequence in enumerate(batch.sequences):
                     setattr(sequence, name, logprobs.get(i))
         in_reward = self.recipe.objective.kl_in_reward
@@ -363,6 +378,7 @@ class Learner:
             distances=self._distances(microbatch),
             head=head,
             reference_logprobs=microbatch.reference_logprobs,
+            scoring_logprobs=microbatch.scoring_logprobs,
             router_shift=router_shift(microbatch),
             teacher=self._teacher(microbatch),
         )
@@ -527,7 +543,7 @@ class Learner:
     def _settle_products(self) -> dict[str, str]:
         """Make products of fp32 matrices what the recipe says before the first one; library → what it was then found to
         do, empty where the learner has no such products. Raises `InputError` where one does something else."""
-        own, engine = fp32_products(self.recipe.learner.dtype, self.recipe.rollout.dtype, self.recipe.precision)
+        own, engine = self.recipe.fp32_products
         beside = set() if self.recipe.rollout.engine == "vllm_server" else engine
         products.settle(own | beside, self.device.type)
         if not own:

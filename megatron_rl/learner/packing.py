@@ -112,6 +112,7 @@ class Microbatch:
     inference_logprobs: torch.Tensor  # [n] float32
     old_logprobs: torch.Tensor | None  # [n] float32
     reference_logprobs: torch.Tensor | None  # [n] float32
+    scoring_logprobs: torch.Tensor | None  # [n] float32
     teacher_logprobs: torch.Tensor | None  # [n] float32
     advantages: torch.Tensor  # [b] float32
     loss_mask: torch.Tensor  # [n] bool

@@ -294,8 +294,8 @@ class Passes:
         phase: PhaseFn,
         weights: Callable[[], AbstractContextManager] = nullcontext,
     ):
-        self._model, self._module, self._config, self._device = model, module, config, device
-        self._replay, self._exact, self._phase, self._weights = replay, exact, phase, weights
+        self._model, self.module, self._config, self._device = model, module, config, device
+        self._replay, self._exact, self._phase, self.weights = replay, exact, phase, weights
 
     def microbatches(self, batch: Batch, indices: list[int] | range, mode: RoutingMode = "native") -> list[Microbatch]:
         """This rank's share of sequences ``indices``, as many microbatches on every rank; with the routes that
@@ -385,7 +385,7 @@ class Passes:
             return logits, partial(loss, microbatch=microbatch)
 
         self._model.train(not forward_only)
-        with self._weights(), batch_invariant(self._device) if self._exact else nullcontext():
+        with self.weights(), batch_invariant(self._device) if self._exact else nullcontext():
             return get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iter(microbatches),
@@ -399,11 +399,11 @@ class Passes:
     def forward(self, microbatch: Microbatch, model: torch.nn.Module | None = None) -> torch.Tensor:
         """One pass over a packed row: logits [1, N, V/tp] on the last stage. ``model``: wrapped; None: the bare one."""
         if not use_transformer_engine(self._device, self._exact):
-            self._module.rotary_pos_emb.position_ids = microbatch.position_ids
+            self.module.rotary_pos_emb.position_ids = microbatch.position_ids
         padding = microbatch.padding
-        if not self._module.pre_process:  # the first stage alone cuts it as it cuts the row
+        if not self.module.pre_process:  # the first stage alone cuts it as it cuts the row
             padding = scatter_to_sequence_parallel_region(padding.t()).t()
-        return (model or self._module)(
+        return (model or self.module)(
             input_ids=microbatch.tokens,
             position_ids=microbatch.position_ids[None],
             attention_mask=None,

@@ -109,9 +109,10 @@ class RouterReplayer:
                 self.routers.append(module.router_replay)
         # Layer numbers count over all pipeline stages, from 1; routes over the model's MoE layers, from 0.
         self.layers = [self.shape.layers.index(router.layer_number - 1) for router in self.routers]
-        self._reset()
+        self.start_over()
 
-    def _reset(self) -> None:
+    def start_over(self) -> None:
+        """Forget the passes seen, and the slices of the step's routes."""
         for router in self.routers:
             router.telemetry = LayerTelemetry(self.device)
         self._flips: list[torch.Tensor] = []  # [2, n] uint8 per forward pass: token has a route, differs in a layer
@@ -279,7 +280,7 @@ class RouterReplayer:
         sums = torch.cat([counts.flatten(), tokens, tokens.new_tensor([self._due, self._missing])])
         dist.all_reduce(sums)
         *flat, num_tokens, flipped, due, missing = sums.tolist()
-        self._reset()
+        self.start_over()
         return router_metrics(
             self.shape.layers,
             np.array(flat).reshape(counts.shape),

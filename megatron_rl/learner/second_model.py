@@ -1,13 +1,14 @@
 """A model that is not trained, on the learner's ranks: the log-probs of the policy's tokens under it.
 
 It has the policy's layout, arithmetic and packed rows, so that equal weights give equal bits. It chooses its own
-experts, also where routes of the policy are replayed. On a GPU its weights lie in host memory between its passes.
+experts, also where routes of the policy are replayed. On a GPU its weights lie in host memory between its passes. The
+policy in another precision (`scoring`) has copies of the newest weights instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from megatron_rl.learner.logprobs import FusedHead
 from megatron_rl.learner.model import build_model
 from megatron_rl.learner.offload import Visitor
 from megatron_rl.learner.passes import Passes, PhaseFn
+from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
 from megatron_rl.model.architecture import read_architecture
 from megatron_rl.objective.reference_kl import estimate
 from megatron_rl.process.ranks import gather_rows, world_rank
@@ -37,6 +39,7 @@ class SecondModel:
     passes: Passes
     head: FusedHead | None  # then its passes return hidden states
     here: Callable[[], AbstractContextManager]
+    mode: RoutingMode = "native"
 
 
 def load_second_model(path: Path, recipe: Recipe, device: torch.device, exact: bool, phase: PhaseFn) -> SecondModel:
@@ -50,6 +53,54 @@ def load_second_model(path: Path, recipe: Recipe, device: torch.device, exact: b
     head = FusedHead(model) if config.fused_head else None
     passes = Passes(model, model, config, device, None, exact, phase, weights)
     return SecondModel(passes, head, Visitor(model.parameters(), device).here)
+
+
+def scoring_model(
+    recipe: Recipe,
+    device: torch.device,
+    exact: bool,
+    phase: PhaseFn,
+    policy: torch.nn.Module,
+    read: Callable[[torch.nn.Parameter], torch.Tensor],
+    weights: Callable[[], AbstractContextManager],
+) -> SecondModel:
+    """The policy in the precision of `scoring`, with copies of the newest weights inside `here`, and none outside.
+
+    ``read``: a parameter of ``policy`` → its values, with its adapter; ``weights``: the context for it. Routes that the
+    pass for log po replays are replayed here, too. Collective.
+    """
+    architecture = read_architecture(recipe.model.path)
+    config = recipe.learner.model_copy(update={"dtype": recipe.scoring.dtype})
+    model = build_model(architecture, config, device, recipe.scoring.of(recipe.precision), exact).requires_grad_(False)
+    replay = RouterReplayer(model, architecture, recipe.routing, device) if recipe.routing.replay == "r3" else None
+    storages = [(storage, storage.nbytes()) for storage in (p.untyped_storage() for p in model.parameters())]
+    parameters, buffers = dict(policy.named_parameters()), dict(policy.named_buffers())
+
+    def leave() -> None:
+        for storage, _ in storages:
+            storage.resize_(0)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def here() -> Iterator[None]:
+        for storage, size in storages:
+            storage.resize_(size)
+        with weights(), torch.no_grad():
+            for name, copy in model.named_parameters():
+                copy.copy_(read(parameters[name]))
+            for name, copy in model.named_buffers():
+                copy.copy_(buffers[name])
+        try:
+            yield
+        finally:
+            leave()
+            if replay is not None:
+                replay.start_over()
+
+    leave()
+    passes = Passes(model, model, config, device, replay, exact, phase)
+    return SecondModel(passes, FusedHead(model) if config.fused_head else None, here, "replay" if replay else "native")
 
 
 def refuse_nan(name: str, logprobs: Mapping[int, np.ndarray], dtype: str) -> None:

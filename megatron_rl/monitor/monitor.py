@@ -166,7 +166,9 @@ class StepCorrelation(_Remembers):
 
 # Phases inside one of the two engines. The rest of a step counts as overhead: packing, rewards, weight sync,
 # checkpoints, logging. A phase inside one of these counts as part of it.
-ENGINE_PHASES = frozenset({"generate", "validate", "teacher", "old_logprobs", "forward_backward", "optimizer"})
+ENGINE_PHASES = frozenset(
+    {"generate", "validate", "reference", "scoring", "teacher", "old_logprobs", "forward_backward", "optimizer"}
+)
 
 
 @dataclass

@@ -214,6 +214,7 @@ class ObjectiveInputs:
     distances: Tensor | None = None  # tokens, int: optimizer steps since the weights that sampled: metrics, anchor
     head: Head | None = None
     reference_logprobs: Tensor | None = None  # tokens, log ref: of a policy that is not trained
+    scoring_logprobs: Tensor | None = None  # tokens, log po in another precision: for metrics alone
     router_shift: Tensor | None = None  # tokens: mean |log score - log old score| of the old experts of all layers
     teacher: Teacher | None = None
 
@@ -282,6 +283,7 @@ class Tokens:
     entropy: Tensor | None
     distances: Tensor | None = None  # tokens, int64
     reference: Tensor | None = None  # tokens, log ref
+    scoring: Tensor | None = None  # tokens, log po in another precision
     router_weight: Tensor | None = None  # tokens: γ̃ of `objective.router_shift`, contained in log_ratio; 1 where masked
     teacher_gap: Tensor | None = None  # tokens: d = log s - log τ of `distillation.taught`, contained in advantages
     teacher_floored: Tensor | None = None  # bool tokens: the teacher cannot say the token
@@ -310,9 +312,9 @@ def read_tokens(inputs: ObjectiveInputs, anchor: Anchor = "recompute", router_fl
         return logprobs.detach().to(dtype).clamp(min=MIN_LOGPROB).masked_fill_(outside, 0.0)
 
     old = current.detach() if inputs.old_logprobs is None else constant(inputs.old_logprobs)
-    inference, reference = (
+    inference, reference, scoring = (
         None if logprobs is None else constant(logprobs)
-        for logprobs in (inputs.inference_logprobs, inputs.reference_logprobs)
+        for logprobs in (inputs.inference_logprobs, inputs.reference_logprobs, inputs.scoring_logprobs)
     )
     advantages = inputs.advantages.detach().to(dtype)
     if _per_sequence(inputs):
@@ -341,6 +343,7 @@ def read_tokens(inputs: ObjectiveInputs, anchor: Anchor = "recompute", router_fl
         entropy=None if inputs.entropy is None else inputs.entropy.to(dtype).masked_fill(outside, 0.0),
         distances=inputs.distances,
         reference=reference,
+        scoring=scoring,
         router_weight=router_weight,
     )
 
@@ -367,8 +370,8 @@ def _check_shapes(inputs: ObjectiveInputs) -> None:
         form = "[N] with cu_seqlens" if packed else "[B, T] without cu_seqlens"
         raise InputError(f"current_logprobs has shape {list(shape)}; expected {form}")
     num_sequences = inputs.cu_seqlens.numel() - 1 if packed else shape[0]
-    optional = ("old_logprobs", "inference_logprobs", "entropy", "distances", "reference_logprobs", "router_shift")
-    for name in ("loss_mask", *optional):
+    optional = ("old_logprobs", "inference_logprobs", "entropy", "distances", "router_shift")
+    for name in ("loss_mask", *optional, "reference_logprobs", "scoring_logprobs"):
         tensor = getattr(inputs, name)
         if tensor is not None and tuple(tensor.shape) != shape:
             raise InputError(f"{name} has shape {list(tensor.shape)}, current_logprobs {list(shape)}; they must agree")

@@ -246,10 +246,22 @@ def collect(
         if tokens.distances is not None:
             collect_by_distance(collector, tokens.old - tokens.inference, tokens.distances, tokens.mask)
         _collect_spurious(collector, tokens, term)
+        if tokens.scoring is not None:
+            _collect_scoring(collector, tokens)
     if tokens.teacher_gap is not None:
         _collect_teacher(collector, tokens, config)
     _collect_corrections(collector, tokens, corrected)
     return collector.stats()
+
+
+def _collect_scoring(collector: Collector, tokens: Tokens) -> None:
+    """Add the statistics of the two parts of log rho = (log po - log s) + (log s - log mu)."""
+    learner, log_rho = tokens.old - tokens.scoring, tokens.old - tokens.inference
+    for name, part in (("learner", learner), ("rest", tokens.scoring - tokens.inference)):
+        collector.add_moments(f"s {name}", part)
+        collector.range_of(f"s |{name}|", part.abs(), tokens.mask)
+    collector.add_product("s log rho²", log_rho, log_rho)
+    collector.add_product("s learner log rho", learner, log_rho)
 
 
 def _collect_teacher(collector: Collector, tokens: Tokens, config: ObjectiveConfig) -> None:
@@ -359,6 +371,8 @@ def finalize_metrics(stats: MetricStats) -> dict[str, float]:
         metrics.update(_centering_metrics(sums, mins))
     if "teacher d" in sums:
         metrics.update(_teacher_metrics(sums, maxs))
+    if "s learner" in sums:
+        metrics.update(_scoring_metrics(sums, maxs))
     if "po - mu" in maxs:
         metrics.update(finalize_detail(sums, maxs, mins))
     if f"tokens of age {LABELS[0]}" in sums:
@@ -407,6 +421,21 @@ def _centering_metrics(sums: dict[str, float], mins: dict[str, float]) -> dict[s
         "outside_frac": 1 - sums["sampled in head"] / num_tokens,
     }
     return {f"score_centering/{name}": value for name, value in metrics.items()}
+
+
+def _scoring_metrics(sums: dict[str, float], maxs: dict[str, float]) -> dict[str, float]:
+    """Both parts, and Cov(learner, log rho) / Var(log rho), which is left out where log rho does not vary. NaN where a
+    log-prob is."""
+    num_tokens, metrics = sums["tokens"], {}
+    for name in ("learner", "rest"):
+        metrics[f"scoring/{name}_mean"] = sums[f"s {name}"] / num_tokens
+        metrics[f"scoring/{name}_std"] = _std(sums, f"s {name}")
+        metrics[f"scoring/{name}_max"] = maxs[f"s |{name}|"]
+    variance = sums["s log rho²"] - sums["log rho"] ** 2 / num_tokens
+    if variance > 0:
+        covariance = sums["s learner log rho"] - sums["s learner"] * sums["log rho"] / num_tokens
+        metrics["scoring/learner_share"] = covariance / variance
+    return metrics
 
 
 def _teacher_metrics(sums: dict[str, float], maxs: dict[str, float]) -> dict[str, float]:

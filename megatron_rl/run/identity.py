@@ -72,6 +72,7 @@ MAY_CHANGE = (
     "reward.max_error_frac.*",
     "learner.max_consecutive_overflows",
     # What is measured, written and kept. `_decays_the_rate` has the exception.
+    "scoring*",
     "routing.telemetry",
     "validation.every",
     "validation.at_start",

@@ -7,10 +7,11 @@ part are flat. With ``B`` sequences in it, ``S`` tokens of all of them together 
 
 - ``tokens`` [S] int64, ``cu_seqlens`` [B+1]: sequence i of them is tokens[cu_seqlens[i]:cu_seqlens[i+1]], prompt and
   response
-- ``cu_response`` [B+1]: response i is [cu_response[i]:cu_response[i+1]] of the next seven
+- ``cu_response`` [B+1]: response i is [cu_response[i]:cu_response[i+1]] of the next eight
 - ``inference_logprobs`` (log mu), ``old_logprobs`` (log po, where computed), ``current_logprobs`` (log pi of the
-  update; with one update per batch it is also log po), ``reference_logprobs`` and ``teacher_logprobs`` (of second
-  models, where there are any) [R] float32, ``loss_mask`` [R] bool, ``policy_versions`` [R] int32
+  update; with one update per batch it is also log po), ``reference_logprobs``, ``scoring_logprobs`` and
+  ``teacher_logprobs`` (of second models, where there are any) [R] float32, ``loss_mask`` [R] bool,
+  ``policy_versions`` [R] int32
 - ``kept_tokens`` [R, C] int32 under `rollout.kept_sets`: the tokens that each distribution is over, then -1
 - ``head_logprobs`` [R, k] float32 under `rollout.sampled_head`: log mu of the k most probable tokens, ``head_tokens``
   [R, k] int32; with kept sets these are ``kept_tokens``, and -inf stands where there is none

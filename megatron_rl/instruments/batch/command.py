@@ -85,6 +85,7 @@ COMPARED = (
     "router/replay_coverage",
     "router/fallback_frac",
     "router/agree_frac*",
+    "scoring/*",
 )
 
 
