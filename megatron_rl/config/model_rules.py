@@ -21,6 +21,7 @@ from megatron_rl.config.learner import ParallelConfig, RoutingConfig
 from megatron_rl.config.monitor import AlarmRule
 from megatron_rl.config.rollout import CPU_EXPERT_MULTIPLE, CPU_HEAD_DIMS, ON_CUDA, RolloutConfig
 from megatron_rl.config.sections import RecipeSections
+from megatron_rl.config.teacher_rules import teacher_memory_problems
 from megatron_rl.errors import InputError
 from megatron_rl.model.architecture import Architecture
 
@@ -43,6 +44,7 @@ def model_problems(
     """
     problems = architecture.problems() + layout_problems(recipe.learner.parallel, architecture, world_size)
     problems += rollout_problems(recipe.rollout, architecture, recipe.data.prompt.max_length, world_size, device)
+    problems += teacher_memory_problems(recipe) if device == "cuda" else []
     problems += routing_problems(recipe.routing, architecture) + precision_problems(recipe, architecture)
     if recipe.objective.router_shift is not None and (not architecture.is_moe or architecture.sigmoid_router):
         has = "a sigmoid router, whose scores are no probabilities" if architecture.is_moe else "no router"

@@ -50,6 +50,23 @@ def teacher_problems(recipe: RecipeSections) -> list[str]:
     return problems
 
 
+def teacher_memory_problems(recipe: RecipeSections) -> list[str]:
+    """Why engines of teachers do not fit on a GPU, whatever its size: each takes the share of its memory that the
+    policy's takes, and vLLM starts none where less is free."""
+    rollout, models = recipe.rollout, {} if recipe.teacher is None else recipe.teacher.models
+    engines = sum(model.engine == "vllm" for model in models.values())
+    share = rollout.gpu_memory_utilization
+    if engines:
+        engines += rollout.engine == "vllm"
+    if engines * share < 1 or rollout.kv_cache_gib is not None:
+        return []
+    return [
+        f"rollout.gpu_memory_utilization: {share:g} for each of {engines} engines on a GPU (those of teacher.engine "
+        f"vllm take as much as the policy's) leaves nothing to the learner; use less than {1 / engines:.2g}, or "
+        "teacher.engine: vllm_server"
+    ]
+
+
 def _model_problems(recipe: RecipeSections, model: TeacherModelConfig, named: str) -> list[str]:
     """Why the engine of one teacher cannot score what is sampled."""
     rollout, problems = recipe.rollout, []
@@ -74,6 +91,6 @@ def _model_problems(recipe: RecipeSections, model: TeacherModelConfig, named: st
             f"{named} with rollout.tensor_parallel {rollout.tensor_parallel}: an engine for each rank, which vLLM does "
             "not have beside one of several; use 1, or vllm_server"
         )
-    if "tf32" in (recipe.learner.dtype, rollout.dtype):
+    if "tf32" in set.union(*recipe.fp32_products):
         problems.append(f"{named} with dtype tf32: one process multiplies all fp32 matrices alike; use vllm_server")
     return problems

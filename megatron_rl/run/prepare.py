@@ -31,6 +31,7 @@ from megatron_rl.config.model_rules import (
 )
 from megatron_rl.config.objective import label_of, parts_without_effect, user_functions
 from megatron_rl.config.recipe import has_mismatch, section_problems
+from megatron_rl.config.teacher_rules import teacher_memory_problems
 from megatron_rl.data import PromptSet, check_source, check_vocabulary, load_tokenizer, load_train, load_validation
 from megatron_rl.data.prompts import chat_template
 from megatron_rl.errors import InputError, shown
@@ -123,8 +124,10 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
     report = _report(recipe, architecture, world_size)
     if folder_notes:
         report.append(("folder", "; ".join(folder_notes)))
-    for where, problems_of in (("on a CPU", cpu_problems), ("on CUDA", cuda_problems)) if device is None else ():
-        if lacks := problems_of(recipe.rollout, architecture):
+    on_cuda = cuda_problems(recipe.rollout, architecture) + teacher_memory_problems(recipe)
+    either = {"on a CPU": cpu_problems(recipe.rollout, architecture), "on CUDA": on_cuda}
+    for where, lacks in either.items() if device is None else ():
+        if lacks:
             report.append((where, f"this recipe cannot run: {'; '.join(lacks)}"))
     if not_read:
         report.append(("not read", "; ".join(not_read)))

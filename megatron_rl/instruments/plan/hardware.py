@@ -132,13 +132,14 @@ ERRORS = {
     "offload": 2.0,
     "scores": 1.6,
     "second_models": 1.6,
+    "teachers": 1.6,
     "acceptance": 1.5,
 }
 """Factor by which a phase may be off either way: about that of 8 of 10 published phases, whose ratios
 `python -m tools.dev.published` prints. generate: 1.09 and 1.49, and up to 1.33 of steps that are mostly generation;
 old_logprobs: 1.38 and 1.67; update: 1.0 to 1.6 of five learners, and two beyond; refit: 1.2 to 1.6 of five, and one
-beyond. optimizer, switch and offload are published in sums alone, which differ by up to 3: they have refit's. scores
-and second_models are passes as old_logprobs is, acceptance mostly generation with a pass."""
+beyond. optimizer, switch and offload are published in sums alone, which differ by up to 3: they have refit's. scores,
+second_models and teachers are passes as old_logprobs is, acceptance mostly generation with a pass."""
 # Of exact mode's kernels on an H200 (docs/gpu.md), in the small tile of decoding: dense products and those of experts.
 EXACT_BANDWIDTH = {"dense": 0.47, "experts": 0.37}  # share of memory bandwidth with few rows: 64, and 4 an expert
 EXACT_FLOPS = {  # share of the peak rate with many rows, by bytes of an element

@@ -70,6 +70,7 @@ class MemoryPlan:
     engine: EngineMemory | None
     phases: tuple[Phase, ...]
     own_cache: EngineMemory | None = None  # cache of an exact engine, its only own memory
+    teachers: tuple[EngineMemory, ...] = ()  # engines beside the learner
 
     @property
     def cache(self) -> EngineMemory:
@@ -83,7 +84,8 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         """Whether every phase fits with its margin."""
-        return self.holds_longest and all(phase.is_sure for phase in self.phases)
+        teach = all(engine.sequences(engine.longest) >= 1 for engine in self.teachers)
+        return self.holds_longest and teach and all(phase.is_sure for phase in self.phases)
 
 
 PLACEMENT = {"vllm": "colocated", "vllm_server": "servers", "exact": "exact"}
@@ -115,7 +117,11 @@ def memory_plan(work: Workload, utilization: float | None = None) -> MemoryPlan:
     )
     margin += (ALLOCATOR[2] - ALLOCATOR[1]) * (learner.static + learner.dynamic)
     capacity, runtime = work.gpu.memory_gib * GIB, ("runtime: CUDA, NCCL", runtime_bytes(work))
-    learning = [*_learning(learner, offload), runtime, *_heads_on_gpu(work)]
+    utilization = work.recipe.rollout.gpu_memory_utilization if utilization is None else utilization
+    teachers = tuple(engine_memory(one.recipe, one.architecture, one.gpu, utilization) for one in work.teachers)
+    stays = [("teachers' engines, which stay", sum(size for one in teachers for _, size in _engine_items(one)))]
+    stays = [runtime, *stays] if teachers else [runtime]
+    learning = [*_learning(learner, offload), *stays, *_heads_on_gpu(work)]
     at_rest = ("learner at rest", learner.at_rest(offload))
 
     def phase(name: str, items: list[tuple[str, float]]) -> Phase:
@@ -125,9 +131,15 @@ def memory_plan(work: Workload, utilization: float | None = None) -> MemoryPlan:
 
     def scoring(*beside: tuple[str, float]) -> tuple[Phase, ...]:
         others = [a for a in work.second_models if a is not None]
-        peak = max((second_weights(work, a) + _forward(replace(work, architecture=a)) for a in others), default=0.0)
-        items = [sent, ("its weights and forward pass", peak), *beside, runtime]
-        return (phase("second model", items),) if others else ()
+        peaks = [second_weights(work, a) + _forward(replace(work, architecture=a)) for a in others]
+        if (other := work.scoring) is not None:
+            peaks.append(second_weights(other, other.architecture) + _forward(other))
+        items = [sent, ("its weights and forward pass", max(peaks, default=0.0)), *beside, *stays]
+        return (phase("second model", items),) if peaks else ()
+
+    def taught(*beside: tuple[str, float]) -> tuple[Phase, ...]:
+        logits = ("logits of what a teacher reads", max(map(_read_logits, work.teachers), default=0.0))
+        return (phase("teaching", [*beside, at_rest, logits, *stays]),) if teachers else ()
 
     if placement == "exact":
         cache_memory = exact_cache(work)
@@ -135,24 +147,24 @@ def memory_plan(work: Workload, utilization: float | None = None) -> MemoryPlan:
         generating = [at_rest, ("forward pass", _forward(work)), cache, runtime]
         if work.samples_other_weights:
             generating.append(("its own weights, while others sample", learner.weights))
-        phases = (phase("learning", learning), *scoring(), phase("generating", generating))
+        phases = (phase("learning", learning), phase("generating", generating), *scoring())
         return MemoryPlan(placement, learner, None, phases, cache_memory)
-    utilization = work.recipe.rollout.gpu_memory_utilization if utilization is None else utilization
     engine = engine_memory(work.recipe, work.architecture, work.gpu, utilization)
     if placement == "servers":
         if not work.recipe.rollout.why_files:
             learning.append(("weights on their way to servers", float(BROADCAST_BYTES)))
-        phases = (phase("learning", learning), *scoring(), phase("generating", _engine_items(engine)))
-        return MemoryPlan(placement, learner, engine, phases)
+        phases = (phase("learning", learning), phase("generating", _engine_items(engine)), *scoring(), *taught())
+        return MemoryPlan(placement, learner, engine, phases, teachers=teachers)
     learning.append(("engine asleep", engine.graphs))
     handover = [*_engine_items(replace(engine, activations=0.0, cache=0.0)), sent, ("on their way", _handover(work))]
     phases = (
         phase("learning", learning),
+        phase("generating", [*_engine_items(engine), at_rest, *stays]),
         *scoring(("engine asleep", engine.graphs)),
-        phase("generating", [*_engine_items(engine), at_rest, runtime]),
-        phase("handing over the weights", [*handover, runtime]),
+        *taught(*_engine_items(engine)),
+        phase("handing over the weights", [*handover, *stays]),
     )
-    return MemoryPlan(placement, learner, engine, phases)
+    return MemoryPlan(placement, learner, engine, phases, teachers=teachers)
 
 
 def exact_cache(work: Workload) -> EngineMemory:
@@ -202,10 +214,12 @@ def _old_head_bytes(work: Workload) -> int:
 
 
 def largest_utilization(work: Workload) -> float:
-    """Return the largest `rollout.gpu_memory_utilization` of a colocated engine, in steps of 0.05; 0 if none fits."""
+    """Return the largest `rollout.gpu_memory_utilization` of a colocated engine, and as much of each teacher beside it,
+    in steps of 0.05; 0 if none fits."""
     at_rest = max(stage.at_rest(work.recipe.learner.offload) for stage in learner_stages(work))
     free = work.gpu.memory_gib - (runtime_bytes(work) + at_rest) / GIB
-    return max(0.0, int(20 * free / work.gpu.memory_gib) / 20)
+    free -= max(map(_read_logits, work.teachers), default=0.0) / GIB
+    return max(0.0, int(20 * free / work.gpu.memory_gib / (1 + len(work.teachers))) / 20)
 
 
 def _engine_items(engine: EngineMemory) -> list[tuple[str, float]]:
@@ -215,6 +229,14 @@ def _engine_items(engine: EngineMemory) -> list[tuple[str, float]]:
         ("engine graphs and workspaces", engine.graphs),
         ("key/value cache", max(engine.cache, 0.0)),
     ]
+
+
+def _read_logits(teacher: Workload) -> float:
+    """Return the bytes that vLLM takes, beside all else of an engine, for log-probs of what it reads: of one response's
+    part that a step computes, logits and their log-softmax in fp32."""
+    rollout, longest = teacher.recipe.rollout, teacher.longest + 1
+    tokens = min(rollout.max_num_batched_tokens or teacher.gpu.batched_tokens, longest)
+    return float(tokens * teacher.architecture.vocab_size * (BYTES[rollout.dtype] + 4))
 
 
 def _handover(work: Workload) -> float:

@@ -219,7 +219,8 @@ PHASES = {
     "refit": "weights to the engine",
     "switch": "sleep and wake of the engine",
     "offload": "copies to and from host memory (learner.offload)",
-    "second_models": "log-probs under second models (reference)",
+    "second_models": "log-probs under second models (reference, scoring, teacher)",
+    "teachers": "log-probs of teachers' engines",
     "acceptance": "responses that judge the update, and the weights once more (acceptance)",
 }
 

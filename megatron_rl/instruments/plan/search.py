@@ -192,6 +192,13 @@ def problems(work: Workload, plan: MemoryPlan, layouts: Callable[[], list[Layout
             )
     if not plan.holds_longest:
         messages.append(_cache_problem(work, plan))
+    if not all(one.sequences(one.longest) >= 1 for one in plan.teachers):
+        messages.append(
+            "teaching: a teacher's cache does not hold the longest sequence; raise rollout.gpu_memory_utilization, "
+            "which is each engine's own share, or rollout.kv_cache_gib"
+        )
+    if messages and plan.teachers:
+        messages.append("teachers stay on these GPUs; with teacher.engine vllm_server they have GPUs of their own")
     if messages:
         fitting = next((layout for layout in layouts() if layout.fits), None)
         gpus = f"{work.ranks} {work.gpu.name}"

@@ -11,7 +11,13 @@ from dataclasses import dataclass, fields, replace
 
 from megatron_rl.config.model_rules import stage_layers
 from megatron_rl.instruments.plan import hardware as hw
-from megatron_rl.instruments.plan.generation import EngineMemory, exact_generation, flops_forward, generation_seconds
+from megatron_rl.instruments.plan.generation import (
+    EngineMemory,
+    exact_generation,
+    flops_forward,
+    generation_seconds,
+    prefill_seconds,
+)
 from megatron_rl.instruments.plan.learner import (
     BYTES,
     GRADIENT_BYTES,
@@ -43,12 +49,14 @@ class StepTime:
     offload: float = 0.0  # offload copies in both directions
     scores: float = 0.0  # a pass of each response alone: objective.advantage min_variance
     second_models: float = 0.0  # log-probs under models beside the policy
+    teachers: float = 0.0  # the same of engines beside the learner
     acceptance: float = 0.0  # responses that judge an update, their log-probs, and the weights sent once more
     samples_ahead: bool = False  # rollout.max_staleness > 0: servers generate the next batch meanwhile
 
     @property
     def learning(self) -> float:
-        return self.old_logprobs + self.second_models + self.scores + self.update + self.optimizer
+        others = self.second_models + self.teachers + self.scores
+        return self.old_logprobs + others + self.update + self.optimizer
 
     @property
     def hidden(self) -> float:
@@ -103,12 +111,27 @@ def step_time(work: Workload, engine: EngineMemory | None) -> StepTime:
         offload=_offload(work),
         # Responses go through the pipeline one after the other, so that each stage waits for the others.
         scores=forward.of(3 + again) * work.parallel.pipeline if scored else 0.0,
-        second_models=sum(
-            _pass_seconds(replace(work, architecture=shape or work.architecture)).of(1) for shape in work.second_models
-        ),
+        second_models=_second_models(work),
+        teachers=_teachers(work),
         acceptance=_acceptance(work, engine, refit),
         samples_ahead=recipe.rollout.max_staleness > 0,
     )
+
+
+def _second_models(work: Workload) -> float:
+    """Return the seconds of the passes of other models on the learner's ranks; `scoring` has one every few steps."""
+    shapes = [replace(work, architecture=shape or work.architecture) for shape in work.second_models]
+    scored = 0.0 if work.scoring is None else _pass_seconds(work.scoring).of(1) / work.recipe.scoring.every
+    return sum(_pass_seconds(one).of(1) for one in shapes) + scored
+
+
+def _teachers(work: Workload) -> float:
+    """Return the seconds in which each rank's engines read its responses; of several teachers, with equal shares."""
+    if not work.teachers:
+        return 0.0
+    length = work.mean_square / work.mean_sequence
+    each = [prefill_seconds(replace(one, mean_prompt=length)) for one in work.teachers]
+    return work.trained_tokens / work.ranks * sum(each) / len(each)
 
 
 def _sampling(work: Workload, step: Workload, engine: EngineMemory | None) -> float:

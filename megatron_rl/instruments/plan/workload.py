@@ -17,6 +17,7 @@ import numpy as np
 from megatron_rl.config import Recipe
 from megatron_rl.config.learner import ParallelConfig
 from megatron_rl.config.model_rules import layout_problems, rollout_problems
+from megatron_rl.config.rollout import QuantizationConfig
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.plan.hardware import (
     EXPERT_WAIT,
@@ -198,9 +199,34 @@ class Workload:
     @cached_property
     def second_models(self) -> tuple[Architecture | None, ...]:
         """Shapes of the models that score tokens on the learner's ranks; None: the policy itself, with its weights."""
-        paths = self.recipe.scored_by_learner.values()
+        paths = self.recipe.scored_by_learner.items()
+        return tuple(path and self._shape(name.removesuffix("_logprobs"), path) for name, path in paths)
+
+    def _shape(self, section: str, path: Path) -> Architecture:
+        if path == self.recipe.model.path:
+            return self.architecture
+        try:
+            return shape_of(path)[0]
+        except InputError as error:
+            raise InputError(f"{section}.path: {str(error).removeprefix('model.path: ')}") from error
+
+    @cached_property
+    def scoring(self) -> Workload | None:
+        """The learner's work in the precision of `scoring`; None without."""
+        if (scoring := self.recipe.scoring) is None:
+            return None
+        recipe = self.recipe.model_copy(update={"precision": scoring.of(self.recipe.precision)})
+        return replace(self, recipe=recipe).with_keys("learner", dtype=scoring.dtype)
+
+    @cached_property
+    def teachers(self) -> tuple[Workload, ...]:
+        """The work of each teacher that has an engine in every rank."""
+        own = {"engine": "vllm", "tensor_parallel": 1, "quantization": QuantizationConfig()}
+        models = {} if self.recipe.teacher is None else self.recipe.teacher.models
         return tuple(
-            self.architecture if path == self.recipe.model.path else path and shape_of(path)[0] for path in paths
+            replace(self, architecture=self._shape(key, one.path or self.recipe.model.path)).with_keys("rollout", **own)
+            for key, one in models.items()
+            if one.engine == "vllm"
         )
 
     @property

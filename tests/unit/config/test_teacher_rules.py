@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_rl.config.monitor import mismatch_has_updates
+from megatron_rl.config.teacher_rules import teacher_memory_problems
 from tests.support.tiny import MODEL, tiny_recipe
 
 SERVED = {"engine": "vllm_server", "path": str(MODEL), "addresses": ["http://10.0.0.5:8000"]}
@@ -105,3 +106,24 @@ def test_po_is_computed_where_the_teacher_is_compared_with_it(student, minibatch
     )
     assert recipe.makes_old_logprobs == makes_pass
     assert mismatch_has_updates(recipe.model_dump(mode="json")) == (minibatches > 1 and not makes_pass)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "rollout", "engines"),
+    [
+        (None, {"gpu_memory_utilization": 1.0}, 0),
+        (SERVED, {"gpu_memory_utilization": 1.0}, 0),
+        ({"engine": "learner"}, {}, 0),
+        ({}, {"gpu_memory_utilization": 0.45}, 0),
+        ({}, {"kv_cache_gib": 4.0}, 0),
+        ({}, {}, 2),
+        ({}, {"engine": "vllm_server"}, 0),
+        ({}, {"engine": "vllm_server", "gpu_memory_utilization": 1.0}, 1),
+        ({"by_source": [{"data_sources": ["a"]}]}, {"gpu_memory_utilization": 0.4}, 3),
+        ({"by_source": [{"data_sources": ["a"], **SERVED}]}, {"gpu_memory_utilization": 0.4}, 0),
+    ],
+)
+def test_engines_leave_a_part_of_the_gpu_to_the_learner(teacher, rollout, engines):
+    problems = teacher_memory_problems(tiny_recipe(teacher=teacher, rollout=rollout))
+    assert len(problems) == (engines > 0)
+    assert all(f"for each of {engines} engines on a GPU" in problem for problem in problems)
