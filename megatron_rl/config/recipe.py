@@ -52,7 +52,8 @@ def section_problems(recipe: RecipeSections) -> list[str]:
     if bound is not None and not is_stale and recipe.batch.minibatches == 1:
         problems.append(
             f"schedule.staleness_bound: {bound:g} bounds nothing, because rollout.max_staleness is 0 and "
-            "batch.minibatches 1, without a dose of kind stale: every update learns what its own weights sampled; set one of these, or null"
+            "batch.minibatches 1, without a dose of kind stale: every update learns what its own weights sampled; set "
+            "one of these, or null"
         )
     penalty = recipe.objective.log_ratio_penalty
     if penalty and not has_log_ratio(recipe):

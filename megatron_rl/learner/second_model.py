@@ -79,8 +79,6 @@ def scoring_model(
     def leave() -> None:
         for storage, _ in storages:
             storage.resize_(0)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
     @contextmanager
     def here() -> Iterator[None]:

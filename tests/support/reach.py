@@ -28,6 +28,7 @@ PLANTED = "tests/unit/doctor/test_checks_planted_faults.py"
 LEARNER = "tests/unit/learner/test_model.py"
 REACHED: dict[str, str | tuple[str, ...]] = {
     "megatron_rl/checkpoint/save.py": "tests/unit/checkpoint/test_save.py",
+    "megatron_rl/config/model_rules.py": "tests/unit/config/test_teacher_rules.py",
     "megatron_rl/doctor/command.py": DOCTOR,
     "megatron_rl/instruments/paper/mismatch_pairs.py": "tests/unit/instruments/paper/test_mismatch_pairs.py",
     "megatron_rl/doctor/engine.py": (PLANTED, METER),

@@ -7,8 +7,10 @@ import re
 import pytest
 from pydantic import ValidationError
 
+from megatron_rl.config.model_rules import model_problems
 from megatron_rl.config.monitor import mismatch_has_updates
 from megatron_rl.config.teacher_rules import teacher_memory_problems
+from megatron_rl.model.architecture import read_architecture
 from tests.support.tiny import MODEL, tiny_recipe
 
 SERVED = {"engine": "vllm_server", "path": str(MODEL), "addresses": ["http://10.0.0.5:8000"]}
@@ -127,3 +129,10 @@ def test_engines_leave_a_part_of_the_gpu_to_the_learner(teacher, rollout, engine
     problems = teacher_memory_problems(tiny_recipe(teacher=teacher, rollout=rollout))
     assert len(problems) == (engines > 0)
     assert all(f"for each of {engines} engines on a GPU" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(("device", "is_refused"), [("cuda", True), ("cpu", False), (None, False)])
+def test_shares_are_of_a_gpu(device, is_refused):
+    recipe = tiny_recipe(teacher={})
+    problems = model_problems(recipe, read_architecture(recipe.model.path), 1, device)
+    assert any("for each of 2 engines" in problem for problem in problems) == is_refused
