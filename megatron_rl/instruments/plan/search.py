@@ -235,7 +235,7 @@ def host_problem(work: Workload, host: Phase) -> list[str]:
 
 
 def _remedy(work: Workload, plan: MemoryPlan, phase: str) -> str:
-    if phase == "generating" and plan.placement == "colocated":
+    if phase in ("generating", "teaching") and plan.placement == "colocated":
         most, tried = largest_utilization(work), []
         if work.recipe.rollout.kv_cache_gib is not None:
             tried.append("lower rollout.kv_cache_gib, or raise rollout.tensor_parallel")
