@@ -57,13 +57,7 @@ from megatron_rl.learner.passes import (
 from megatron_rl.learner.process_groups import initialize
 from megatron_rl.learner.router_biases import RouterBiases
 from megatron_rl.learner.router_replay import RouterReplayer, RoutingMode
-from megatron_rl.learner.second_model import (
-    SecondModel,
-    load_second_model,
-    refuse_nan,
-    scoring_model,
-    take_off_rewards,
-)
+from megatron_rl.learner.second_model import SecondModel, load_scoring, load_second_model, refuse_nan, take_off_rewards
 from megatron_rl.model.architecture import Architecture, read_architecture
 from megatron_rl.objective import (
     Denominators,
@@ -171,7 +165,7 @@ class Learner:
         }
         if self.recipe.scoring is not None:
             policy = (self.module, self._current, self.passes.weights)
-            models["scoring_logprobs"] = scoring_model(*about, *policy)
+            models["scoring_logprobs"] = load_scoring(*about, *policy)
         return models
 
     @cached_property

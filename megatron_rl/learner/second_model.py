@@ -55,7 +55,7 @@ def load_second_model(path: Path, recipe: Recipe, device: torch.device, exact: b
     return SecondModel(passes, head, Visitor(model.parameters(), device).here)
 
 
-def scoring_model(
+def load_scoring(
     recipe: Recipe,
     device: torch.device,
     exact: bool,
