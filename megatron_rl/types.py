@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 
@@ -17,7 +17,13 @@ MAX_LOGPROB = 1e-4  # above this a log-prob cannot be rounding: probabilities do
 MIN_LOGPROB = -1e4
 """Floor of log mu and log po. A sampled token with a reported log-prob of -inf then has a ratio at the clamp. Every
 mask with an upper bound drops it, and sums over its sequence stay finite."""
-SET_ARRAYS = {"kept_tokens": np.int32, "head_tokens": np.int32, "head_logprobs": np.float32}
+SET_ARRAYS = {
+    "kept_tokens": np.int32,
+    "head_tokens": np.int32,
+    "head_logprobs": np.float32,
+    "teacher_tokens": np.int32,
+    "teacher_set_logprobs": np.float32,
+}
 """Fields of `Rollout` [R, C or k] about some of the tokens at each place, and their dtypes."""
 SCORED_ARRAYS = ("reference_logprobs", "scoring_logprobs", "teacher_logprobs")
 """Fields of `Rollout` [R] float32: log-probs of its tokens under a second model."""
@@ -69,6 +75,8 @@ class Rollout:
     reference_logprobs: np.ndarray | None = None  # [R] float32, log-probs under `reference`; None unless computed
     scoring_logprobs: np.ndarray | None = None  # [R] float32, log po in the precision of `scoring`
     teacher_logprobs: np.ndarray | None = None  # [R] float32, log-probs under a teacher; None unless computed
+    teacher_tokens: np.ndarray | None = None  # [R, k] int32, most probable under a teacher, then -1; None: the head's
+    teacher_set_logprobs: np.ndarray | None = None  # [R, k] float32, log τ of them, -inf where there is none
     exact_logprobs: np.ndarray | None = None  # [R] float32, engine exact: log po must equal it bit for bit
     sampled: np.ndarray | None = None  # [R] bool, tokens that the policy sampled (`rollout.function`); None: all
     text: str = ""  # decoded response, special tokens removed; empty where another rank sampled it
@@ -187,11 +195,19 @@ class Batch:
         return sum(sequence.whole_length for sequence in self.sequences)
 
 
+class Scores(NamedTuple):
+    """What a second model says of a response."""
+
+    logprobs: np.ndarray  # [R] float32, of its tokens
+    tokens: np.ndarray | None = None  # [R, k] int32, the most probable ones at each place; None: not asked for
+    of_tokens: np.ndarray | None = None  # [R, k] float32, log-probs of them
+
+
 class TokenScorer(Protocol):
     """A second model that has engines of its own."""
 
-    def score(self, rollouts: Seq[Rollout]) -> list[np.ndarray]:
-        """Return of each response the log-probs [R] float32 of its tokens, from rollouts whose arrays are here."""
+    def score(self, rollouts: Seq[Rollout], top_k: int = 0) -> list[Scores]:
+        """Return what it says of each response, with ``top_k`` tokens a place, from rollouts whose arrays are here."""
 
     def close(self) -> None:
         """End its engines."""

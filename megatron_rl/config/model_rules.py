@@ -52,11 +52,13 @@ def model_problems(
             f"objective.router_shift: {recipe.objective.router_shift:g}, but the model ({architecture.model_type}) has "
             f"{has}; use null"
         )
-    if recipe.rollout.sampled_head > architecture.vocab_size:
-        problems.append(
-            f"rollout.sampled_head: {recipe.rollout.sampled_head}, but the model has {architecture.vocab_size} tokens; "
-            "use fewer"
-        )
+    sets = {"rollout.sampled_head": recipe.rollout.sampled_head}
+    sets |= {} if recipe.teacher is None else {"teacher.top_k": recipe.teacher.top_k}
+    problems += [
+        f"{key}: {number}, but the model has {architecture.vocab_size} tokens; use fewer"
+        for key, number in sets.items()
+        if number > architecture.vocab_size
+    ]
     if recipe.exact.dose is not None and recipe.exact.dose.kind == "router" and not architecture.is_moe:
         problems.append(
             f"exact.noise.kind: router, but the model ({architecture.model_type}) has none; use another kind"

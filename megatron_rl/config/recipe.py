@@ -93,7 +93,8 @@ def section_problems(recipe: RecipeSections) -> list[str]:
             "objective.score_centering: true needs the sampler's most probable tokens, but rollout.sampled_head is 0; "
             f"set it to {wanted}"
         )
-    if head and not recipe.objective.score_centering:
+    of_teacher = recipe.teacher is not None and recipe.teacher.tokens == "student"
+    if head and not recipe.objective.score_centering and not of_teacher:
         problems.append(
             f"rollout.sampled_head: {head}, but objective.score_centering is false and nothing reads the head; set "
             "that to true, or use 0"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
-from megatron_rl.config.base import AnyPath, Dtype, LookedUp, Section
+from megatron_rl.config.base import AnyPath, Dtype, LookedUp, OffCount, Section
 from megatron_rl.config.learner import PrecisionConfig
+from megatron_rl.config.rollout import MOST_KEPT
 
 
 class SecondModelConfig(Section):
@@ -70,6 +71,10 @@ class TeacherOfSourcesConfig(TeacherModelConfig):
     """Data sources whose prompts this teacher teaches."""
 
 
+SET_KEYS = {"tokens": "teacher", "forward": 0.0, "normalized": True}
+"""Keys that `teacher.top_k` alone gives a meaning, and their defaults."""
+
+
 class TeacherConfig(TeacherModelConfig):
     """A model that the policy learns from: A_t = A - weight · (log s - log τ) of each token (docs/algorithms.md,
     "Teacher"). With `objective.advantage: none` it alone teaches."""
@@ -78,9 +83,20 @@ class TeacherConfig(TeacherModelConfig):
     """λ. 0: `teacher/*` is measured, and nothing learned from."""
     student: Literal["rollout", "recompute", "current"] = "recompute"
     """Whose log-prob s of a token is compared with the teacher's: mu (`rollout`), po (`recompute`), which takes the
-    pass for old log-probs where a batch has several updates, or pi (`current`)."""
+    pass for old log-probs where a batch has several updates, or pi (`current`). With `top_k` it is pi."""
     discount: float = Field(0.0, ge=0, le=1)
     """γ: a token answers for γ^k times the difference k trained tokens later. 0: for its own alone."""
+    top_k: OffCount = 0
+    """k, 2 to 1024: at each place the policy is compared with the teacher on a set of k tokens, not on the sampled
+    token: the loss gets weight · a divergence of pi from τ, with its gradient, and advantages stay. 0 or null: none."""
+    tokens: Literal["teacher", "student"] = "teacher"
+    """Whose most probable tokens the sets of `top_k` are: the teacher's, or the sampler's (`rollout.sampled_head`),
+    which engine `learner` alone can score."""
+    forward: float = Field(0.0, ge=0, le=1)
+    """β: the share of KL(τ‖pi) in the divergence of `top_k`; KL(pi‖τ) has the rest."""
+    normalized: bool = True
+    """true: pi and τ of `top_k` are distributions over the set. false, with `forward: 1`: over the whole vocabulary,
+    so that the policy loses what it holds outside of the set."""
     by_source: list[TeacherOfSourcesConfig] = []
     """Teachers of some data sources; the section's own model teaches the others."""
 
@@ -91,6 +107,38 @@ class TeacherConfig(TeacherModelConfig):
             raise ValueError(f"by_source: {', '.join(twice)} named twice; each data source has one teacher")
         if self.by_source and "learner" in {self.engine, *(teacher.engine for teacher in self.by_source)}:
             raise ValueError("by_source with engine: learner, which holds one second model; use vllm or vllm_server")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _student_of_sets(cls, values: Any) -> Any:
+        return {"student": "current", **values} if isinstance(values, dict) and values.get("top_k") else values
+
+    @model_validator(mode="after")
+    def _sets_fit(self) -> TeacherConfig:
+        set_without = [name for name, default in SET_KEYS.items() if getattr(self, name) != default]
+        if not self.top_k and set_without:
+            raise ValueError(f"{set_without[0]}: {getattr(self, set_without[0])} without top_k; give it, 16 for one")
+        if not self.top_k:
+            return self
+        named = f"with top_k: {self.top_k}"
+        if not 2 <= self.top_k <= MOST_KEPT:
+            raise ValueError(f"top_k: {self.top_k}; a set has 2 to {MOST_KEPT} tokens, and 0 means none")
+        if self.student != "current" or self.discount:
+            raise ValueError(
+                f"student: {self.student}, discount: {self.discount:g} {named}, whose student is pi, without later "
+                "tokens; use student: current and discount: 0"
+            )
+        if not self.normalized and self.forward != 1:
+            raise ValueError(
+                f"normalized: false with forward: {self.forward:g}: KL(pi‖τ) over a part of the vocabulary is least "
+                "where pi leaves it; use forward: 1, or normalized: true"
+            )
+        if self.tokens == "student" and {model.engine for model in self.models.values()} != {"learner"}:
+            raise ValueError(
+                f"tokens: student {named} and engine: {self.engine}: vLLM returns its own most probable tokens alone; "
+                "use tokens: teacher, or engine: learner"
+            )
         return self
 
     @property

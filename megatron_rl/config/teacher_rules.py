@@ -22,10 +22,18 @@ def teacher_problems(recipe: RecipeSections) -> list[str]:
         )
     for key, model in ({} if teacher is None else teacher.models).items():
         problems += _model_problems(recipe, model, f"{key}.engine: {model.engine}")
+    if teacher is not None and teacher.tokens == "student" and recipe.rollout.sampled_head != teacher.top_k:
+        problems.append(
+            f"rollout.sampled_head: {recipe.rollout.sampled_head} with teacher.tokens: student and top_k: "
+            f"{teacher.top_k}: the sampler returns the sets; use the same number for both"
+        )
     if not teaches:
         return problems
     beside = {
         "batch.filter_groups: true": (recipe.batch.filter_groups, "groups with equal rewards teach, too; use false"),
+        "acceptance: set": (recipe.acceptance is not None, "it judges updates by rewards alone; use null"),
+    }
+    of_advantages = {
         "objective.advantage: min_variance": (
             objective.advantage == "min_variance",
             "its baseline is best for one advantage a response; use another",
@@ -42,8 +50,8 @@ def teacher_problems(recipe: RecipeSections) -> list[str]:
             any(item.mode == "function" and item.renormalize for item in objective.correction),
             "it is counted by advantages before the teacher's part is in them; use renormalize: false",
         ),
-        "acceptance: set": (recipe.acceptance is not None, "it judges updates by rewards alone; use null"),
     }
+    beside |= {} if teacher.top_k else of_advantages
     problems += [
         f"{key} with teacher.weight {teacher.weight:g}: {why}" for key, (is_set, why) in beside.items() if is_set
     ]

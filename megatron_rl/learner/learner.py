@@ -24,12 +24,13 @@ from megatron_rl.checkpoint.shards import WeightMap
 from megatron_rl.config import Recipe
 from megatron_rl.config.base import FP32_STORED
 from megatron_rl.config.learner import only_product
+from megatron_rl.config.second_model import TeacherConfig
 from megatron_rl.errors import InputError
 from megatron_rl.exact.decode import Decoder
 from megatron_rl.exact.turns import capture_for
 from megatron_rl.layers.context import gather_tokens
 from megatron_rl.learner.gradient_noise import GradientNoise, Scorer, set_advantages, update_size
-from megatron_rl.learner.logprobs import FusedHead, token_logprobs
+from megatron_rl.learner.logprobs import FusedHead, most_probable, token_logprobs
 from megatron_rl.learner.model import DTYPES, Adapters, build_model, use_transformer_engine
 from megatron_rl.learner.offload import Offload
 from megatron_rl.learner.optimizer import (
@@ -46,10 +47,10 @@ from megatron_rl.learner.passes import (
     PhaseFn,
     Replicas,
     distribute,
-    hand_over_heads,
     hand_over_logprobs,
     hand_over_routes,
     hand_over_scores,
+    hand_over_sets,
     keep_scores,
     router_shift,
     speaks,
@@ -66,6 +67,7 @@ from megatron_rl.objective import (
     NoiseKey,
     ObjectiveInputs,
     Teacher,
+    TeacherSet,
     compute_objective,
     finalize_metrics,
 )
@@ -208,7 +210,7 @@ class Learner:
                 if keeps_scores:
                     hand_over_scores(batch, *homes, self.replicas)
                 if keeps_heads:
-                    hand_over_heads(batch, *homes, self.replicas)
+                    hand_over_sets(batch, ["head_old_logprobs"], *homes, self.replicas)
         divergence = self._score(batch, makes_pass, *homes) if self.second_models else {}
         if complete is not None:
             complete()
@@ -243,12 +245,20 @@ class Learner:
                 continue
             with self.phase(name.removesuffix("_logprobs")), model.here():
                 packed = [m for indices in parts for m in model.passes.microbatches(batch, indices, model.mode)]
-                logprobs = self._forward(model.passes, model.head, packed, model.mode)
+                teacher = self.recipe.teacher if name == "teacher_logprobs" and self.recipe.teacher.top_k else None
+                if teacher is not None:
+                    for sequence in batch.sequences:
+                        sequence.teacher_tokens = sequence.teacher_set_logprobs = None  # of a recorded batch
+                heads = None if teacher is None else batch
+                logprobs = self._forward(model.passes, model.head, packed, model.mode, heads, teacher)
                 logprobs = hand_over_logprobs(batch, logprobs, source, target, self.replicas)
                 if not is_measured:
                     together(name, partial(refuse_nan, name, logprobs, self.config.dtype))
                 for i, sequence in enumerate(batch.sequences):
                     setattr(sequence, name, logprobs.get(i))
+                if teacher is not None:
+                    names = ["teacher_tokens"] * (teacher.tokens == "teacher") + ["teacher_set_logprobs"]
+                    hand_over_sets(batch, names, source, target, self.replicas)
         in_reward = self.recipe.objective.kl_in_reward
         return {} if in_reward is None else {"reference/kl_in_reward": take_off_rewards(batch, in_reward)}
 
@@ -352,14 +362,20 @@ class Learner:
         unit = torch.ones((), dtype=torch.int, device=logits.device)
         if not microbatch.indices:
             return logits.sum() * 0.0, unit, None
-        logprobs, entropy, *of_head = self._token_logprobs(
-            logits, microbatch, self.head, microbatch.head if self.recipe.objective.score_centering else None
+        config = self.recipe.teacher
+        centred = microbatch.head if self.recipe.objective.score_centering else None
+        sets = microbatch.teacher_tokens if config is not None and config.top_k else None
+        wanted = [tokens for tokens in (centred, sets) if tokens is not None]
+        logprobs, entropy, *chosen = self._token_logprobs(
+            logits, microbatch, self.head, torch.cat(wanted, dim=1) if wanted else None
         )
+        parts = iter(chosen[0].split([tokens.size(1) for tokens in wanted], dim=1) if chosen else ())
+        of_head, of_sets = (None if tokens is None else next(parts) for tokens in (centred, sets))
         head = None
-        if of_head:
+        if centred is not None:
             is_whole = microbatch.kept is not None
             mu, has_sampled = microbatch.head_inference, microbatch.head_has_sampled
-            head = Head(*of_head, mu, has_sampled, is_whole, microbatch.head_old)
+            head = Head(of_head, mu, has_sampled, is_whole, microbatch.head_old)
         inputs = ObjectiveInputs(
             current_logprobs=logprobs,
             old_logprobs=microbatch.old_logprobs,
@@ -374,7 +390,7 @@ class Learner:
             reference_logprobs=microbatch.reference_logprobs,
             scoring_logprobs=microbatch.scoring_logprobs,
             router_shift=router_shift(microbatch),
-            teacher=self._teacher(microbatch),
+            teacher=self._teacher(microbatch, of_sets),
         )
         noise = NoiseKey(self.recipe.seed, self.num_updates)
         result = compute_objective(inputs, self.recipe.objective, denominators=denominators, noise_key=noise)
@@ -384,13 +400,23 @@ class Learner:
             (result.stats, self._pieces(logprobs, microbatch) if self.keep_current_logprobs or self.exact else []),
         )
 
-    def _teacher(self, microbatch: Microbatch) -> Teacher | None:
+    def _teacher(self, microbatch: Microbatch, of_sets: torch.Tensor | None) -> Teacher | None:
+        """``of_sets``: log pi [n, k] of the sets that come with the batch."""
         config, logprobs = self.recipe.teacher, microbatch.teacher_logprobs
         if config is None:
             return None
         if logprobs is None:
             raise InputError("teacher: set, but the batch has no teacher_logprobs; use null, or a batch of such a run")
-        return Teacher(logprobs, config.weight, config.student, config.discount)
+        sets = None
+        if config.top_k:
+            of_teacher = microbatch.teacher_set_logprobs
+            if of_sets is None or of_teacher is None or of_sets.size(1) != config.top_k:
+                raise InputError(
+                    f"teacher.top_k: {config.top_k}, but the batch has no sets of so many tokens; use 0, or a batch of "
+                    "such a run"
+                )
+            sets = TeacherSet(of_sets, of_teacher, config.forward, config.normalized)
+        return Teacher(logprobs, config.weight, config.student, config.discount, sets)
 
     def _distances(self, microbatch: Microbatch) -> torch.Tensor | None:
         """[n] int64: optimizer steps between the weights that sampled a token and those before this batch."""
@@ -445,24 +471,51 @@ class Learner:
         microbatches: list[Microbatch],
         mode: RoutingMode,
         heads: Batch | None = None,
+        teacher: TeacherConfig | None = None,
         **options: Any,
     ) -> dict[int, np.ndarray]:
         """Log-probs [R] by sequence of passes without a gradient, on the last stage. ``fused``: of their model.
-        ``heads``: the batch whose sequences get log-probs of their heads, too."""
+        ``heads``: the batch whose sequences get log-probs of their heads, too, or with ``teacher`` of its sets."""
 
         def collect(logits: torch.Tensor, microbatch: Microbatch):
             pieces = []
             if microbatch.indices:
                 head = None if heads is None else microbatch.head
+                if teacher is not None and teacher.tokens == "teacher":
+                    head = self._most_probable(logits, microbatch, fused, teacher.top_k)
                 logprobs, _, *of_head = self._token_logprobs(logits, microbatch, fused, head)
                 pieces = self._pieces(logprobs, microbatch)
-                for i, piece in self._pieces(of_head[0], microbatch) if of_head else ():
-                    heads.sequences[i].head_old_logprobs = piece
+                if teacher is not None:
+                    self._keep_sets(heads, microbatch, teacher, head, *of_head)
+                elif of_head:
+                    for i, piece in self._pieces(of_head[0], microbatch):
+                        heads.sequences[i].head_old_logprobs = piece
             return logits.new_zeros(()), torch.ones((), dtype=torch.int, device=logits.device), pieces
 
         with torch.no_grad():
             results = passes.run(microbatches, collect, mode, forward_only=True, **options)
         return dict(item for items in results for item in items)
+
+    def _keep_sets(
+        self, batch: Batch, microbatch: Microbatch, teacher: TeacherConfig, tokens: torch.Tensor, logprobs: torch.Tensor
+    ) -> None:
+        """Give sequences the sets ``tokens`` [m, k], if they are the teacher's, and its ``logprobs`` [n, k] of them."""
+        if microbatch.places is not None:
+            tokens = gather_tokens(tokens.t(), microbatch.places, len(microbatch.loss_mask)).t()
+        kept = {"teacher_set_logprobs": logprobs.masked_fill(tokens < 0, -torch.inf)}
+        if teacher.tokens == "teacher":
+            kept["teacher_tokens"] = tokens.to(torch.int32)
+        for name, values in kept.items():
+            for i, piece in self._pieces(values, microbatch):
+                setattr(batch.sequences[i], name, piece)
+
+    def _most_probable(
+        self, logits: torch.Tensor, microbatch: Microbatch, fused: FusedHead | None, k: int
+    ) -> torch.Tensor:
+        """[m, k] int64; ``fused`` as in `_token_logprobs`."""
+        find, rows = (most_probable, logits.flatten(0, 1)) if fused is None else (fused.most_probable, logits)
+        group, vocab_size = parallel_state.get_tensor_model_parallel_group(), self.architecture.vocab_size
+        return find(rows, microbatch.positions, k, vocab_size=vocab_size, group=group, kept=microbatch.kept)
 
     def _pieces(self, logprobs: torch.Tensor, microbatch: Microbatch) -> list[tuple[int, np.ndarray]]:
         """Log-probs [n] of a microbatch as one array per sequence, with the sequence's index."""

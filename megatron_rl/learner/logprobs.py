@@ -185,6 +185,40 @@ def row_statistics(
     return _finished(top, torch.stack([weights.sum(dim=1), label_logit, mean_logit]), group)
 
 
+@torch.no_grad()
+def most_probable(
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    k: int,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup | None,
+    kept: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The ``k`` most probable tokens [n, k] int64 at each position, the same on every tensor-parallel rank; -1 where
+    there are fewer. ``rows``: logits [N, V/tp], or with ``weight`` hidden states; the rest as for `token_logprobs`.
+    """
+    size = 1 if group is None else group.size()
+    first = (rows if weight is None else weight.t()).size(1) * (0 if group is None else group.rank())
+    found = torch.empty(len(positions), k, dtype=torch.int64, device=rows.device)
+    for here in torch.arange(len(positions), device=rows.device).split(LOGIT_CHUNK_ROWS):
+        x = rows[positions[here]]
+        x = scale_and_mask((x if weight is None else x @ weight.t()).float(), vocab_size, first, 1.0)
+        keep_sets(x, kept, here, first)
+        values, ids = x.topk(min(k, x.size(1)), dim=1)
+        ids += first
+        if size > 1:
+            of_ranks = [[torch.empty_like(own) for _ in range(size)] for own in (values, ids)]
+            for all_of_them, own in zip(of_ranks, (values, ids), strict=True):
+                dist.all_gather(all_of_them, own, group=group)
+            values, ids = (torch.cat(all_of_them, dim=1) for all_of_them in of_ranks)
+            values, places = values.topk(k, dim=1)
+            ids = ids.gather(1, places)
+        found[here] = ids.masked_fill_(values.isneginf(), -1)
+    return found
+
+
 def _of_tokens(x: torch.Tensor, tokens: torch.Tensor, first: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Logits of ``tokens`` [rows, k] in ``x`` [rows, V/tp] of all ranks; 0 where there is no token."""
     local, inside = local_labels(tokens, first, x.size(1))
@@ -252,12 +286,19 @@ class FusedHead:
         self, hidden: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, **options: Any
     ) -> tuple[torch.Tensor, ...]:
         """``hidden`` [1, N/tp, H]: what the model's forward pass just returned. The rest as for `head_logprobs`."""
+        return head_logprobs(self._whole(hidden), self._weight, positions, labels, **options)
+
+    def most_probable(self, hidden: torch.Tensor, positions: torch.Tensor, k: int, **options: Any) -> torch.Tensor:
+        """As `most_probable`, of ``hidden`` as in `token_logprobs`."""
+        return most_probable(self._whole(hidden), positions, k, weight=self._weight, **options)
+
+    def _whole(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden.transpose(0, 1)
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)  # backward: adds up what the ranks' columns give
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        return head_logprobs(hidden.squeeze(1), self._weight, positions, labels, **options)
+        return hidden.squeeze(1)
 
 
 def head_logprobs(

@@ -123,6 +123,8 @@ class Microbatch:
     head_inference: torch.Tensor | None = None  # [n, k] float32
     head_old: torch.Tensor | None = None  # [n, k] float32; None where `old_logprobs` is None
     head_has_sampled: torch.Tensor | None = None  # [n] bool: the response token is one of them
+    teacher_tokens: torch.Tensor | None = None  # [m, k] int64: sets that pi is compared with a teacher on, -1 for none
+    teacher_set_logprobs: torch.Tensor | None = None  # [n, k] float32: log τ of them; None: there are no sets
     routes: RouteSlice | None = None  # this rank's, where they are replayed or watched
     router_before: RouterScores | None = None  # of a pass at the rollout weights, where the shift since is wanted
     router_now: RouterScores | None = None  # of the last pass: of the same experts, or of those that it chose
@@ -162,6 +164,8 @@ def build_microbatch(
     kept = np.concatenate([s.kept_tokens for s in sequences]) if has_sets else None
     heads = _heads(sequences)
     head, places = None if heads is None else heads[0], None
+    has_own = bool(sequences) and all(s.teacher_tokens is not None for s in sequences)
+    of_teacher = np.concatenate([s.teacher_tokens for s in sequences]) if has_own else head
     if share.size > 1:
         own = np.concatenate([np.arange(a, b) for a, b in row.ranges])
         here = np.full(starts[-1], -1)  # of each token of the row its place in the share
@@ -170,7 +174,7 @@ def build_microbatch(
         chosen = here[np.concatenate([*rows, np.zeros(0, np.int64)])]
         places = np.flatnonzero(chosen >= 0)
         rows, labels = [chosen[places]], [np.concatenate([*labels, np.zeros(0, np.int64)])[places]]
-        kept, head = (None if x is None else x[places] for x in (kept, head))
+        kept, head, of_teacher = (None if x is None else x[places] for x in (kept, head, of_teacher))
     known = {name: _joined_logprobs(sequences, name, device) for name in ("old_logprobs", *SCORED_ARRAYS)}
     return Microbatch(
         indices=indices,
@@ -194,6 +198,8 @@ def build_microbatch(
         head_inference=None if heads is None else join([heads[1]], torch.float32),
         head_old=_joined_logprobs(sequences, "head_old_logprobs", device),
         head_has_sampled=None if heads is None else join([heads[2]], torch.bool),
+        teacher_tokens=None if of_teacher is None else join([of_teacher], torch.int64),
+        teacher_set_logprobs=_joined_logprobs(sequences, "teacher_set_logprobs", device),
         **known,
     )
 

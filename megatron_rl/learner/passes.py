@@ -168,10 +168,13 @@ def hand_over_scores(batch: Batch, source: list[int], target: list[int], replica
     _hand_over(batch, fields, source, target, replicas)
 
 
-def hand_over_heads(batch: Batch, source: list[int], target: list[int], replicas: Replicas) -> None:
-    """Log po of heads that replica ``source[i]`` has found, to replica ``target[i]``. Collective."""
-    shape = _shape_beyond_tokens(batch, "head_old_logprobs")
-    _hand_over(batch, [_Field("head_old_logprobs", LOGPROBS, lambda s: (s.length, *shape))], source, target, replicas)
+def hand_over_sets(batch: Batch, names: list[str], source: list[int], target: list[int], replicas: Replicas) -> None:
+    """Arrays [R, k] that replica ``source[i]`` has found, to replica ``target[i]``. Collective."""
+    fields = []
+    for name in names:
+        shape, dtype = _shape_beyond_tokens(batch, name), np.dtype(SET_ARRAYS.get(name, LOGPROBS))
+        fields.append(_Field(name, dtype, lambda s, shape=shape: (s.length, *shape)))
+    _hand_over(batch, fields, source, target, replicas)
 
 
 def _shape_beyond_tokens(batch: Batch, name: str) -> Shape:

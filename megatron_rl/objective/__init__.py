@@ -8,7 +8,7 @@ from megatron_rl.objective.advantages import ADVANTAGES, compute_advantages, gro
 from megatron_rl.objective.aggregation import AGGREGATIONS, MetricStats, compute_denominators
 from megatron_rl.objective.compute import ObjectiveResult, compute_objective
 from megatron_rl.objective.corrections import CORRECTIONS
-from megatron_rl.objective.inputs import Denominators, Head, NoiseKey, ObjectiveInputs, Teacher
+from megatron_rl.objective.inputs import Denominators, Head, NoiseKey, ObjectiveInputs, Teacher, TeacherSet
 from megatron_rl.objective.metrics import finalize_metrics
 from megatron_rl.objective.policy_terms import POLICY_TERMS
 
@@ -24,6 +24,7 @@ __all__ = [
     "ObjectiveInputs",
     "ObjectiveResult",
     "Teacher",
+    "TeacherSet",
     "compute_advantages",
     "compute_denominators",
     "compute_objective",

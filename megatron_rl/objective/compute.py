@@ -85,8 +85,9 @@ def compute_objective(
 def _regularizer(tokens: Tokens, config: ObjectiveConfig) -> Tensor | None:
     """λ (log r)² - β H, or λ (log w)² where the objective is anchored on the rollout engine; tokens, 0 where masked.
 
-    λ is ``log_ratio_penalty`` (kl_tau of prime-rl), β ``entropy_bonus`` (entropy_coeff of verl); the divergence of
-    ``kl_loss`` is added. No correction weighs or drops it, but for tokens that leave the denominators.
+    λ is ``log_ratio_penalty`` (kl_tau of prime-rl), β ``entropy_bonus`` (entropy_coeff of verl); the divergences of
+    ``kl_loss`` and of a teacher's sets are added. No correction weighs or drops it, but for tokens that leave the
+    denominators.
     """
     parts, log_ratio = [], tokens.log_ratio
     if config.anchored_on_rollout and config.regularizes_ratio:
@@ -95,6 +96,8 @@ def _regularizer(tokens: Tokens, config: ObjectiveConfig) -> Tensor | None:
         parts.append(config.log_ratio_penalty * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square())
     if config.kl_loss is not None:
         parts.append(config.kl_loss.coef * kl_loss(tokens, log_ratio, config.kl_loss))
+    if tokens.divergence is not None and tokens.divergence.weight:
+        parts.append(tokens.divergence.weight * tokens.divergence.value)
     if config.entropy_bonus:
         parts.append(-config.entropy_bonus * tokens.entropy)
     return sum(parts) if parts else None

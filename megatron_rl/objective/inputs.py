@@ -186,6 +186,16 @@ class Head:
 
 
 @dataclass(frozen=True)
+class TeacherSet:
+    """Of each token a set of k tokens, on which pi is compared with a teacher (`distillation.divergence`)."""
+
+    current: Tensor  # [tokens, k], log pi, with gradient
+    teacher: Tensor  # [tokens, k], log τ; -inf where the set has fewer
+    forward: float = 0.0  # β: the share of KL(τ || pi)
+    normalized: bool = True  # pi and τ are distributions over the set
+
+
+@dataclass(frozen=True)
 class Teacher:
     """Log-probs that a second model gives the sampled tokens, and how they enter advantages (`distillation.taught`)."""
 
@@ -193,6 +203,17 @@ class Teacher:
     weight: float = 1.0  # λ
     student: Literal["rollout", "recompute", "current"] = "recompute"  # whose log-prob is compared: mu, po or pi
     discount: float = 0.0  # γ
+    sets: TeacherSet | None = None  # then the loss has λ times a divergence, and advantages stay
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Of pi and a teacher on the set of each token, 0 where masked."""
+
+    value: Tensor  # tokens, with gradient: D
+    weight: float  # λ
+    pi_mass: Tensor  # tokens: Σ_S pi
+    teacher_mass: Tensor  # tokens: Σ_S τ
 
 
 @dataclass(frozen=True)
@@ -203,7 +224,7 @@ class ObjectiveInputs:
     converted to float32.
     """
 
-    current_logprobs: Tensor  # tokens, log pi; with gradient; else only entropy and head have one
+    current_logprobs: Tensor  # tokens, log pi; with gradient; else only entropy, head and teacher.sets have one
     old_logprobs: Tensor | None  # tokens, log po; None if each rollout batch has one update, so that po = sg(pi)
     inference_logprobs: Tensor | None  # tokens, log mu; None: no correction and no mismatch metrics
     advantages: Tensor  # [B], or tokens (a packed tensor of N values is per token)
@@ -287,6 +308,7 @@ class Tokens:
     router_weight: Tensor | None = None  # tokens: γ̃ of `objective.router_shift`, contained in log_ratio; 1 where masked
     teacher_gap: Tensor | None = None  # tokens: d = log s - log τ of `distillation.taught`, contained in advantages
     teacher_floored: Tensor | None = None  # bool tokens: the teacher cannot say the token
+    divergence: Divergence | None = None  # from the teacher, on sets of tokens
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """tokens (zero where masked) → [B]: mean over trained tokens; 0 for a sequence without any."""
@@ -379,6 +401,10 @@ def _check_shapes(inputs: ObjectiveInputs) -> None:
         raise InputError(
             f"teacher has log-probs of shape {list(inputs.teacher.logprobs.shape)}, expected {list(shape)}"
         )
+    shapes = [] if inputs.teacher is None or (sets := inputs.teacher.sets) is None else [sets.current, sets.teacher]
+    shapes = [list(logprobs.shape) for logprobs in shapes]
+    if shapes and (shapes[0] != shapes[1] or tuple(shapes[0][:-1]) != shape):
+        raise InputError(f"teacher.sets has log-probs of shapes {shapes}; expected {[*shape, 'k']} each")
     if tuple(inputs.advantages.shape) not in (shape, (num_sequences,)):
         raise InputError(
             f"advantages has shape {list(inputs.advantages.shape)}; expected [{num_sequences}], one per sequence, "

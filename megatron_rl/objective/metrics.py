@@ -268,6 +268,10 @@ def _collect_teacher(collector: Collector, tokens: Tokens, config: ObjectiveConf
     collector.add("teacher d", tokens.teacher_gap)
     collector.range_of("teacher d", tokens.teacher_gap, tokens.mask)
     collector.add("teacher floored", tokens.teacher_floored & tokens.mask)
+    if tokens.divergence is not None:
+        collector.add("D", tokens.divergence.value)
+        collector.add("set pi", tokens.divergence.pi_mass)
+        collector.add("set τ", tokens.divergence.teacher_mass)
     if config.mismatch_detail and tokens.inference is not None:
         place = _bins(tokens.layout.rank(tokens.mask).to(tokens.weight.dtype), PLACE_EDGES)
         for i, label in enumerate(place_labels()):
@@ -445,6 +449,10 @@ def _teacher_metrics(sums: dict[str, float], maxs: dict[str, float]) -> dict[str
         "teacher/kl_max": _finite(maxs["teacher d"]),
         "teacher/share_floor": sums["teacher floored"] / num_tokens,
     }
+    if "D" in sums:
+        metrics["teacher/divergence"] = sums["D"] / num_tokens
+        metrics["teacher/set_mass"] = sums["set τ"] / num_tokens
+        metrics["teacher/set_mass_pi"] = sums["set pi"] / num_tokens
     for label in place_labels():
         if f"teacher d at {label}" in sums and (count := sums[f"tokens at {label}"]) > 0:
             metrics[f"teacher/kl/position/{label}"] = sums[f"teacher d at {label}"] / count

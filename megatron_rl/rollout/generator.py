@@ -12,7 +12,7 @@ import torch
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sections import ValidationConfig
 from megatron_rl.errors import Fault, InputError
-from megatron_rl.types import MAX_LOGPROB, Group, Prompt, Rollout
+from megatron_rl.types import MAX_LOGPROB, Group, Prompt, Rollout, Scores
 
 
 class RolloutError(Fault):
@@ -173,39 +173,47 @@ def sampling_params(fields: dict[str, Any], num_logprobs: int = 0) -> Any:
     )
 
 
-def scoring_params() -> Any:
-    """vLLM's `SamplingParams` of a request for the log-prob of each token of its prompt."""
+def scoring_params(top_k: int = 0) -> Any:
+    """vLLM's `SamplingParams` of a request for the log-prob of each token of its prompt, and of the ``top_k`` most
+    probable ones at each place."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         max_tokens=1,
-        prompt_logprobs=0,  # of the prompt's own token alone
+        prompt_logprobs=top_k,  # beside the prompt's own token
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
-def prompt_scores(output: Any, first: int) -> np.ndarray:
-    """Log-probs [S - first] float32 of a prompt's tokens from ``first`` on (1 or more), from vLLM's answer.
+def prompt_scores(output: Any, first: int, top_k: int = 0) -> Scores:
+    """`Scores` of a prompt's tokens from ``first`` on (1 or more), from vLLM's answer.
 
     Raises `RolloutError` where they belong to other tokens.
     """
-    tokens, flat = list(output.prompt_token_ids), output.prompt_logprobs
-    if flat is None or list(flat.token_ids) != tokens[1:]:
-        raise RolloutError("log-probs of a prompt belong to other tokens")
-    return np.array(flat.logprobs[first - 1 :], np.float32)
+    flat = output.prompt_logprobs
+    if flat is None:
+        raise RolloutError("a prompt came back without log-probs")
+    _, *found = _with_head(list(output.prompt_token_ids)[1:], flat, top_k, "prompt: ")
+    logprobs, tokens, of_tokens = (array[first - 1 :] for array in found)
+    return Scores(logprobs, tokens, of_tokens) if top_k else Scores(logprobs)
 
 
-def checked_scores(rollout: Rollout, logprobs: np.ndarray) -> np.ndarray:
-    """Return ``logprobs`` if they can be those of the tokens of ``rollout``; -inf can. Else raise `RolloutError`."""
+def checked_scores(rollout: Rollout, scores: Scores, top_k: int = 0) -> Scores:
+    """Return ``scores`` if they can be those of the tokens of ``rollout``; -inf can. Else raise `RolloutError`."""
+    logprobs, tokens, of_tokens = scores
     if len(logprobs) != rollout.length:
         raise RolloutError(f"response {rollout.id}: {rollout.length} tokens came back with {len(logprobs)} log-probs")
     if not (logprobs <= MAX_LOGPROB).all():
         worst = int(np.argmax(~(logprobs <= MAX_LOGPROB)))
         raise RolloutError(f"response {rollout.id}: log-prob {logprobs[worst]} of token {worst} is impossible")
-    return logprobs
+    if top_k and not (tokens is not None and tokens.shape == of_tokens.shape == (rollout.length, top_k)):
+        raise RolloutError(f"response {rollout.id}: not {top_k} log-probs of each token (teacher.top_k) came back")
+    if top_k and not (of_tokens <= MAX_LOGPROB).all():
+        raise RolloutError(f"response {rollout.id}: a log-prob of the teacher's most probable tokens is impossible")
+    return scores
 
 
 def sampled_tokens(completion: Any, name: str = "") -> tuple[list[int], list[float]]:
@@ -229,7 +237,11 @@ Sampled = tuple[list[int], np.ndarray, np.ndarray, np.ndarray]
 def sampled_with_head(completion: Any, head: int, name: str = "") -> Sampled:
     """What vLLM's ``completion`` says of the sampled and of the ``head`` most probable tokens. Raises `RolloutError`,
     begun with ``name``, where the answer is another."""
-    tokens, logprobs = list(completion.token_ids), completion.logprobs
+    return _with_head(list(completion.token_ids), completion.logprobs, head, name)
+
+
+def _with_head(tokens: list[int], logprobs: Any, head: int, name: str) -> Sampled:
+    """The same of vLLM's flat ``logprobs`` of ``tokens``."""
     shape = (len(tokens), head + 1)
     count = shape[0] * shape[1]
     if not len(logprobs.token_ids) == len(logprobs.logprobs) == count:

@@ -19,12 +19,13 @@ import numpy as np
 from megatron_rl.config import Recipe
 from megatron_rl.config.rollout import QuantizationConfig, RolloutConfig
 from megatron_rl.config.second_model import TeacherModelConfig
+from megatron_rl.model.architecture import read_architecture
 from megatron_rl.process.ranks import gather_objects, together, world_rank
 from megatron_rl.rollout.generator import RolloutError, checked_scores
 from megatron_rl.rollout.servers.client import RequestRefused, ServerClient, ServerError
 from megatron_rl.rollout.servers.rendezvous import CONFIG_FILE, Address, digest_of_config, read_token
 from megatron_rl.rollout.servers.wire import COMPLETIONS, MODELS, SETTINGS
-from megatron_rl.types import MIN_LOGPROB, Group, Rollout, TokenScorer
+from megatron_rl.types import MIN_LOGPROB, Group, Rollout, Scores, TokenScorer
 
 RETRIES = 3  # of one response that failed, on the next address each time, before the run ends
 
@@ -45,9 +46,9 @@ class ServerScorer:
         self._token = read_token() or ""
         self._models = asyncio.run(self._with_clients(partial(self._find, most_tokens)))
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """Log-probs [R] float32 of each response's tokens. Raises `RolloutError` where one cannot be had."""
-        return asyncio.run(self._with_clients(partial(self._score_all, rollouts)))
+    def score(self, rollouts: Sequence[Rollout], top_k: int = 0) -> list[Scores]:
+        """See `TokenScorer`. Raises `RolloutError` where a response cannot be scored."""
+        return asyncio.run(self._with_clients(partial(self._score_all, rollouts, top_k)))
 
     def close(self) -> None:
         """Nothing is held between calls."""
@@ -91,16 +92,16 @@ class ServerScorer:
             names.append(name)
         return names
 
-    async def _score_all(self, rollouts: Sequence[Rollout], clients: list[ServerClient]) -> list[np.ndarray]:
+    async def _score_all(self, rollouts: Sequence[Rollout], top_k: int, clients: list[ServerClient]) -> list[Scores]:
         places = asyncio.Semaphore(self._at_once * len(clients))
 
-        async def one(number: int, rollout: Rollout) -> np.ndarray:
+        async def one(number: int, rollout: Rollout) -> Scores:
             async with places:
                 failures: list[str] = []
                 for attempt in range(RETRIES + 1):
                     which = (world_rank() + number + attempt) % len(clients)
                     try:
-                        return await self._score(clients[which], self._models[which], rollout)
+                        return await self._score(clients[which], self._models[which], rollout, top_k)
                     except RolloutError as error:
                         raise RolloutError(f"teacher.addresses: {clients[which].address.url}: {error}") from error
                     except ServerError as error:
@@ -112,31 +113,40 @@ class ServerScorer:
 
         return list(await asyncio.gather(*(one(number, rollout) for number, rollout in enumerate(rollouts))))
 
-    async def _score(self, client: ServerClient, model: str | None, rollout: Rollout) -> np.ndarray:
+    async def _score(self, client: ServerClient, model: str | None, rollout: Rollout, top_k: int) -> Scores:
         tokens, first = rollout.whole.tolist(), rollout.prompt_length
         if model is None:
-            return checked_scores(rollout, await client.score({"token_ids": tokens, "first": first}))
-        wanted = {"model": model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+            body = {"token_ids": tokens, "first": first, "top_k": top_k}
+            return checked_scores(rollout, await client.score(body), top_k)
+        wanted = {"model": model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": top_k, "temperature": 1.0}
         answer = await client.ask("POST", COMPLETIONS, wanted)
         try:
             places = answer["choices"][0]["prompt_logprobs"]
             if len(places) != len(tokens):
                 raise RolloutError(f"response {rollout.id}: {len(places)} log-probs of {len(tokens)} tokens")
             of_response = zip(places[first:], tokens[first:], strict=True)
-            values = np.array([float(place[str(token)]["logprob"]) for place, token in of_response], np.float32)
+            values = [float(place[str(token)]["logprob"]) for place, token in of_response]
+            scores = Scores(np.array(values, np.float32))
+            if top_k:  # the sampled token comes with them where it is none of them
+                said = [
+                    sorted((-float(x["logprob"]), int(token)) for token, x in place.items()) for place in places[first:]
+                ]
+                found = np.array([best[:top_k] for best in said], np.float64).reshape(len(said), -1, 2)
+                scores = Scores(scores.logprobs, found[..., 1].astype(np.int32), -found[..., 0].astype(np.float32))
         except (TypeError, KeyError, IndexError, ValueError, OverflowError) as error:
             raise RolloutError(
                 f"no prompt log-probs of response {rollout.id} ({type(error).__name__}: {error}); serve the teacher "
                 "with vLLM, or `megatron-rl serve`"
             ) from error
-        return checked_scores(rollout, values)
+        return checked_scores(rollout, scores, top_k)
 
 
-def engine_config(rollout: RolloutConfig) -> RolloutConfig:
-    """The engine of a teacher beside the learner: it samples one token after each response, which nobody reads."""
+def engine_config(rollout: RolloutConfig, top_k: int = 0) -> RolloutConfig:
+    """The engine of a teacher beside the learner: it samples one token after each response, which nobody reads.
+    ``top_k``: most tokens that a request asks for at each place."""
     own = {"engine": "vllm", "quantization": QuantizationConfig(), "function": None, "verify_refit": False}
     own |= {
-        "sampled_head": 0,
+        "sampled_head": top_k,
         "max_staleness": 0,
         "tensor_parallel": 1,
         "max_response_length": rollout.max_response_length + 1,
@@ -152,6 +162,7 @@ class Teachers:
 
     def __init__(self, recipe: Recipe, data_sources: Iterable[str], device: Literal["cpu", "cuda"]) -> None:
         self._config, self._models = recipe.teacher, {}
+        self._vocab_size = read_architecture(recipe.model.path).vocab_size
         taught = {self._config.key_of(source) for source in data_sources}
         try:
             for key, model in self._config.models.items():
@@ -173,8 +184,13 @@ class Teachers:
         for key, model in self._models.items():
             mine = [group for group in groups if self._config.key_of(group.prompt.data_source) == key]
             rollouts = [rollout for group in mine for rollout in group.rollouts if rollout.tokens is not None]
-            for rollout, logprobs in zip(rollouts, model.score(rollouts) if rollouts else [], strict=True):
-                rollout.teacher_logprobs = logprobs
+            scores = model.score(rollouts, self._config.top_k) if rollouts else []
+            for rollout, of_rollout in zip(rollouts, scores, strict=True):
+                rollout.teacher_logprobs, tokens, of_tokens = of_rollout
+                if tokens is not None:
+                    foreign = tokens >= self._vocab_size  # a teacher may have rows that its tokenizer does not use
+                    rollout.teacher_tokens = np.where(foreign, -1, tokens)
+                    rollout.teacher_set_logprobs = np.where(foreign, np.float32(-np.inf), of_tokens)
 
     def _by_data_source(self, groups: list[Group]) -> dict[str, float]:
         """`teacher/<data source>/kl`: the mean of log mu - log τ over its trained tokens."""
@@ -205,7 +221,7 @@ def _scorer(recipe: Recipe, model: TeacherModelConfig, device: Literal["cpu", "c
 
     path = model.path or recipe.model.path
     return VllmGenerator(
-        engine_config(rollout),
+        engine_config(rollout, recipe.teacher.top_k),
         path,
         max_prompt_length=longest_prompt,
         device=device,

@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -79,7 +78,7 @@ from megatron_rl.rollout.requests import (
     share_of,
 )
 from megatron_rl.rollout.weights import check_own_refit, checked, parameter_checksums
-from megatron_rl.types import Group, Prompt, Rollout
+from megatron_rl.types import Group, Prompt, Rollout, Scores
 
 STEPS_PER_DEADLINE_CHECK = 8  # one step is one token of every running response
 
@@ -184,21 +183,22 @@ class VllmGenerator:
             self._stats["rollout/reread_tokens"] = float(sum(gather_objects(self._num_reread)))
         return make_groups(prompts, num_samples, rollouts)
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """Log-probs [R] float32 of the tokens of ``rollouts`` under these weights (`TokenScorer`); one rank an engine.
+    def score(self, rollouts: Sequence[Rollout], top_k: int = 0) -> list[Scores]:
+        """What these weights say of the tokens of ``rollouts`` (`TokenScorer`); one rank an engine.
 
         Prompt, response and one more token must fit.
         """
         self._take_cache()
         prompts = [{"prompt_token_ids": rollout.whole.tolist()} for rollout in rollouts]
-        scores: dict[int, np.ndarray] = {}
+        scores: dict[int, Scores] = {}
         with self._at_work():
-            names = self._llm.enqueue(prompts, [scoring_params()] * len(prompts), use_tqdm=False)
+            names = self._llm.enqueue(prompts, [scoring_params(top_k)] * len(prompts), use_tqdm=False)
             places = {name.partition("-")[0]: place for place, name in enumerate(names)}  # vLLM appends to our names
             while self._llm.llm_engine.has_unfinished_requests():
                 for output in (output for output in self._llm.llm_engine.step() if output.finished):
                     rollout = rollouts[place := places[output.request_id]]
-                    scores[place] = checked_scores(rollout, prompt_scores(output, rollout.prompt_length))
+                    found = prompt_scores(output, rollout.prompt_length, top_k)
+                    scores[place] = checked_scores(rollout, found, top_k)
         return [scores[place] for place in range(len(rollouts))]
 
     @contextmanager

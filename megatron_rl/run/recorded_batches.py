@@ -15,6 +15,7 @@ part are flat. With ``B`` sequences in it, ``S`` tokens of all of them together 
 - ``kept_tokens`` [R, C] int32 under `rollout.kept_sets`: the tokens that each distribution is over, then -1
 - ``head_logprobs`` [R, k] float32 under `rollout.sampled_head`: log mu of the k most probable tokens, ``head_tokens``
   [R, k] int32; with kept sets these are ``kept_tokens``, and -inf stands where there is none
+- ``teacher_set_logprobs`` [R, k] float32 under `teacher.top_k`: log τ of ``teacher_tokens`` [R, k] int32, or a head's
 - ``routed_experts`` [S − B, L, K] where recorded: the last token of every sequence has no route. L counts MoE layers
 - ``route_checksums`` [S − B] and ``route_layer_checksums`` [B, L] int64: see megatron_rl/routing/payload.py
 
@@ -282,11 +283,12 @@ def _check_arrays(arrays: dict[str, np.ndarray], abouts: list[dict]) -> None:
     for name in (name for name in SET_ARRAYS if name in arrays):
         if (arrays[name].ndim, len(arrays[name])) != (2, responses[-1]):
             raise ValueError(f"{name} has the shape {arrays[name].shape}, expected ({responses[-1]}, …)")
-    if "head_logprobs" in arrays:
-        tokens = arrays.get("head_tokens", arrays.get("kept_tokens"))
-        if tokens is None or tokens.shape != arrays["head_logprobs"].shape:
-            raise ValueError("head_logprobs has another shape than the tokens that it belongs to")
-    for name in (*_LOGPROBS, "head_logprobs"):
+    of_head = arrays.get("head_tokens", arrays.get("kept_tokens"))
+    owners = {"head_logprobs": of_head, "teacher_set_logprobs": arrays.get("teacher_tokens", of_head)}
+    for name, tokens in owners.items():
+        if name in arrays and (tokens is None or tokens.shape != arrays[name].shape):
+            raise ValueError(f"{name} has another shape than the tokens that it belongs to")
+    for name in (*_LOGPROBS, *owners):
         if name in arrays and (arrays[name] > MAX_LOGPROB).any():  # NaN is what an alarm may have recorded
             raise ValueError(f"{name} holds a value that is not a log-prob")
     if (arrays["tokens"] < 0).any():

@@ -28,7 +28,7 @@ from megatron_rl.rollout.servers.wire import (
     Load,
     unpack,
 )
-from megatron_rl.types import Rollout
+from megatron_rl.types import Rollout, Scores
 
 CONNECT_S = 10.0  # to a server that is there, a connection takes milliseconds
 HEALTH_S = 10.0
@@ -147,9 +147,10 @@ class ServerClient:
             self._in_flight -= 1
         return _unpacked(GENERATE, reply)
 
-    async def score(self, body: dict[str, Any]) -> np.ndarray:
-        """Log-probs [R] float32 of a server of ours; ``body``: see `server.score`."""
-        return _unpacked(SCORE, await self._call("POST", SCORE, body, read=self._whole)).inference_logprobs
+    async def score(self, body: dict[str, Any]) -> Scores:
+        """What a server of ours says; ``body``: see `server.score`."""
+        answer = _unpacked(SCORE, await self._call("POST", SCORE, body, read=self._whole))
+        return Scores(answer.inference_logprobs, answer.head_tokens, answer.head_logprobs)
 
     async def ask(self, method: str, path: str, body: Any = None) -> Any:
         """The JSON that a server of another kind answers."""

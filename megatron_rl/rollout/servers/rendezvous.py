@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from megatron_rl.checkpoint.hf_folder import HFFolder
 from megatron_rl.config.learner import PrecisionConfig
-from megatron_rl.config.rollout import TOKEN_VARIABLE, RolloutConfig, ServersConfig
+from megatron_rl.config.rollout import MOST_KEPT, TOKEN_VARIABLE, RolloutConfig, ServersConfig
 from megatron_rl.errors import InputError
 from megatron_rl.process.host import write_whole
 from megatron_rl.rollout.servers.wire import Load
@@ -122,7 +122,7 @@ def server_arguments(
         "worker_extension_cls": f"{ServerExtension.__module__}.{ServerExtension.__name__}",
         "distributed_executor_backend": "uni" if config.tensor_parallel == 1 else "mp",
         "enable_scale_out": True,  # token ids in, token ids out
-        "max_logprobs": max(1, config.sampled_head),
+        "max_logprobs": MOST_KEPT,
     }
     arguments.pop("enable_sleep_mode", None)  # a server has its GPUs to itself
     return {name: value for name, value in arguments.items() if value is not None}

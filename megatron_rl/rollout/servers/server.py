@@ -105,13 +105,17 @@ async def sample(
 async def score(engine: Any, numbers: Iterator[int], body: dict[str, Any]) -> Rollout:
     """The log-probs of the tokens that ``engine`` reads, as those of a response. Whatever weights it holds answer.
 
-    Body: ``token_ids``; ``first``, from which on they are wanted, at least 1. Raises what `sample` raises.
+    Body: ``token_ids``; ``first``, from which on they are wanted, at least 1; ``top_k``, how many of the most probable
+    tokens come with each, as its head (default 0). Raises what `sample` raises.
     """
-    tokens, first = body["token_ids"], max(1, int(body["first"]))
-    async for output in engine.generate({"prompt_token_ids": tokens}, scoring_params(), f"score-{next(numbers)}"):
+    tokens, first, top_k = body["token_ids"], max(1, int(body["first"])), int(body.get("top_k", 0))
+    params, name = scoring_params(top_k), f"score-{next(numbers)}"
+    async for output in engine.generate({"prompt_token_ids": tokens}, params, name):
         scored = output
-    logprobs, ids = prompt_scores(scored, first), np.asarray(tokens[first:], np.int32)
-    return Rollout("", (), ids, logprobs, np.zeros(len(ids), np.int32), "stop")
+    logprobs, head, of_head = prompt_scores(scored, first, top_k)
+    ids = np.asarray(tokens[first:], np.int32)
+    versions = np.zeros(len(ids), np.int32)
+    return Rollout("", (), ids, logprobs, versions, "stop", head_tokens=head, head_logprobs=of_head)
 
 
 async def load(engine: Any, update: dict[str, Any]) -> dict[str, int]:

@@ -30,6 +30,14 @@ ALONE = {"advantage": "none"}
         {"teacher": {}, "rollout": {"engine": "vllm_server", "tensor_parallel": 2}},
         {"teacher": {"weight": 0.0}, "batch": {"filter_groups": True}},
         {"teacher": {"discount": 1.0, "student": "rollout"}, "objective": ALONE, "rollout": {"num_samples": 1}},
+        {"teacher": {"top_k": 16}},
+        {"teacher": {"top_k": 16, "forward": 0.5, **SERVED}, "objective": {"correction": ["m2po"]}},
+        {"teacher": {"top_k": 64, "forward": 1.0, "normalized": False, "engine": "learner"}},
+        {"teacher": {"top_k": 8, "tokens": "student", "engine": "learner"}, "rollout": {"sampled_head": 8}},
+        {
+            "teacher": {"top_k": 8, "tokens": "student", "engine": "learner"},
+            "rollout": {"top_k": 8, "top_p": 0.9, "kept_sets": True, "sampled_head": 8},
+        },
         {"teacher": {"by_source": [{"data_sources": ["a", "b"], **SERVED}, {"data_sources": ["c"]}]}},
     ],
 )
@@ -84,6 +92,26 @@ def test_what_goes_together(sections):
             {"teacher": {}, "reference": {}, "objective": {**ALONE, "kl_in_reward": {}}},
             "objective.kl_in_reward: set with objective.advantage: none",
         ),
+        ({"teacher": {"top_k": 1}}, "top_k: 1; a set has 2 to 1024 tokens"),
+        ({"teacher": {"top_k": 2048}}, "top_k: 2048; a set has 2 to 1024 tokens"),
+        ({"teacher": {"forward": 0.5}}, "forward: 0.5 without top_k"),
+        ({"teacher": {"normalized": False}}, "normalized: False without top_k"),
+        ({"teacher": {"top_k": 4, "student": "rollout"}}, "student: rollout, discount: 0 with top_k: 4, whose student"),
+        ({"teacher": {"top_k": 4, "discount": 0.5}}, "student: current, discount: 0.5 with top_k: 4"),
+        ({"teacher": {"top_k": 4, "normalized": False}}, "normalized: false with forward: 0"),
+        (
+            {"teacher": {"top_k": 4, "tokens": "student"}},
+            "tokens: student with top_k: 4 and engine: vllm: vLLM returns",
+        ),
+        (
+            {"teacher": {"top_k": 4, "tokens": "student", "engine": "learner"}},
+            "rollout.sampled_head: 0 with teacher.tokens: student and top_k: 4",
+        ),
+        ({"teacher": {"top_k": 4}, "rollout": {"sampled_head": 4}}, "nothing reads the head"),
+        (
+            {"teacher": {"top_k": 4}, "batch": {"filter_groups": True}},
+            "batch.filter_groups: true with teacher.weight 1",
+        ),
         (
             {"teacher": {}, "acceptance": {"tolerance": 0.1}, "data": {"validation": "v.jsonl"}},
             "acceptance: set with teacher.weight 1: it judges updates by rewards alone",
@@ -103,6 +131,9 @@ def test_what_does_not_go_together_is_named(sections, message):
 )
 def test_po_is_computed_where_the_teacher_is_compared_with_it(student, minibatches, makes_pass):
     """Of an objective that goes without po."""
+    assert not tiny_recipe(
+        teacher={"top_k": 8}, objective={"policy_term": "reinforce"}, batch={"minibatches": minibatches}
+    ).makes_old_logprobs
     recipe = tiny_recipe(
         teacher={"student": student}, objective={"policy_term": "reinforce"}, batch={"minibatches": minibatches}
     )

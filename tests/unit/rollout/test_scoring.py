@@ -22,7 +22,7 @@ from megatron_rl.rollout.scoring import ServerScorer, Teachers, engine_config
 from megatron_rl.rollout.servers import server
 from megatron_rl.rollout.servers.guard import Guard, GuardState
 from megatron_rl.rollout.servers.wire import MEDIA_TYPE, pack
-from megatron_rl.types import Group, Prompt, Rollout
+from megatron_rl.types import Group, Prompt, Rollout, Scores
 from tests.support.tiny import MODEL, tiny_recipe
 from tests.unit.rollout.servers.test_guard import TOKEN, call
 
@@ -85,10 +85,13 @@ def of_vllm(path, body, longest=MOST + 1):
         return 200, {"data": [{"id": "teacher", "max_model_len": longest}]}
     if path != "/v1/completions":
         return 404, {"detail": "Not Found"}
-    assert (body["model"], body["max_tokens"], body["prompt_logprobs"], body["temperature"]) == ("teacher", 1, 0, 1.0)
+    assert (body["model"], body["max_tokens"], body["temperature"]) == ("teacher", 1, 1.0)
     tokens = body["prompt"]
+    best = {
+        str(99 - rank): {"logprob": -0.125 * (rank + 1), "rank": rank + 1} for rank in range(body["prompt_logprobs"])
+    }
     places = [
-        {str(token): {"logprob": value, "rank": 3}, "99": {"logprob": -0.1, "rank": 1}}
+        {str(token): {"logprob": value, "rank": 9}, **best}
         for token, value in zip(tokens[1:], says(tokens), strict=True)
     ]
     return 200, {"choices": [{"text": "", "prompt_logprobs": [None, *places]}]}
@@ -99,8 +102,12 @@ def of_ours(path, body):
         return 200, {"name": "s", "agreed": {"max_model_len": MOST + 1, "config": "of another"}}
     tokens, first = body["token_ids"], body["first"]
     values = np.array(says(tokens)[first - 1 :], np.float32)
-    ids = np.array(tokens[first:], np.int32)
-    return 200, b"".join(bytes(x) for x in pack(Rollout("", (), ids, values, np.zeros(len(ids), np.int32), "stop")))
+    ids, k = np.array(tokens[first:], np.int32), body.get("top_k", 0)
+    head = np.tile(99 - np.arange(k, dtype=np.int32), (len(ids), 1))
+    of_head = np.tile(-0.125 * np.arange(1, k + 1, dtype=np.float32), (len(ids), 1))
+    sets = {"head_tokens": head, "head_logprobs": of_head} if k else {}
+    answer = Rollout("", (), ids, values, np.zeros(len(ids), np.int32), "stop", **sets)
+    return 200, b"".join(bytes(x) for x in pack(answer))
 
 
 def after(failures, answer, of="/v1/completions", status=503):
@@ -135,15 +142,44 @@ def test_log_probs_are_those_of_the_responses_tokens(answers, monkeypatch):
         got = ServerScorer([s.url + "/" for s in servers], MOST, 60.0, at_once=2).score(RESPONSES)
         assert all(heard == f"Bearer {TOKEN}" for s in servers for *_, heard in s.asked)
         assert all(any(path in ("/v1/completions", "/megatron_rl/score") for path, *_ in s.asked) for s in servers)
-    for response, logprobs in zip(RESPONSES, got, strict=True):
-        assert logprobs.dtype == np.float32
-        assert logprobs.tolist() == says(response.whole.tolist())[response.prompt_length - 1 :]
+    for response, scores in zip(RESPONSES, got, strict=True):
+        assert scores.logprobs.dtype == np.float32
+        assert scores.logprobs.tolist() == says(response.whole.tolist())[response.prompt_length - 1 :]
+        assert scores[1:] == (None, None)
+
+
+@pytest.mark.parametrize("answer", [of_vllm, of_ours])
+def test_the_most_probable_tokens_come_with_them(answer):
+    """The best two: the sampled token is beside them, or one of them."""
+    with served(answer) as (one,):
+        got = ServerScorer([one.url], MOST, 60.0, at_once=2).score(RESPONSES, 2)
+    for response, (logprobs, tokens, of_tokens) in zip(RESPONSES, got, strict=True):
+        wanted = says(response.whole.tolist())[response.prompt_length - 1 :]
+        assert (tokens.dtype, of_tokens.dtype) == (np.int32, np.float32)
+        assert logprobs.tolist() == wanted
+        assert tokens.tolist() == [[99, 98]] * response.length
+        assert of_tokens.tolist() == [[-0.125, -0.25]] * response.length
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            lambda path, body: of_vllm(path, {**body, "prompt_logprobs": 0}),
+            "no prompt log-probs|not 2 log-probs of each",
+        ),
+        (lambda path, body: of_ours(path, {**body, "top_k": 0} if body else body), "not 2 log-probs of each token"),
+    ],
+)
+def test_a_server_that_returns_no_sets_is_named(answer, message):
+    with served(answer) as (one,), pytest.raises(RolloutError, match=message):
+        ServerScorer([one.url], MOST, 60.0, at_once=1).score(RESPONSES[:1], 2)
 
 
 def test_a_failure_is_tried_again_at_the_next_address():
     with served(after(99, of_vllm), after(1, of_vllm)) as servers:
         got = ServerScorer([s.url for s in servers], MOST, 60.0, at_once=1).score(RESPONSES[:1])
-    assert got[0].tolist() == says([5, 6, 7, 8, 9])[1:]
+    assert got[0].logprobs.tolist() == says([5, 6, 7, 8, 9])[1:]
 
 
 def answering(**choice):
@@ -184,7 +220,7 @@ def test_an_impossible_log_prob_is_an_error(value, monkeypatch):
 def test_a_token_that_the_teacher_cannot_say_is_no_error(monkeypatch):
     monkeypatch.setattr("tests.unit.rollout.test_scoring.says", lambda tokens: [-np.inf] * (len(tokens) - 1))
     with served(of_ours) as (one,):
-        assert np.isneginf(ServerScorer([one.url], MOST, 60.0, at_once=1).score(RESPONSES[:1])[0]).all()
+        assert np.isneginf(ServerScorer([one.url], MOST, 60.0, at_once=1).score(RESPONSES[:1])[0].logprobs).all()
 
 
 @pytest.mark.parametrize(
@@ -212,8 +248,11 @@ def test_an_address_where_nothing_answers_is_named():
 def test_the_route_of_a_server_scores_while_it_is_closed():
     class Engine:
         async def generate(self, prompt, params, name):
-            flat = SimpleNamespace(token_ids=prompt["prompt_token_ids"][1:], logprobs=[-0.25, -0.5, -0.75])
-            yield SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], prompt_logprobs=flat)
+            tokens, k = prompt["prompt_token_ids"], params.prompt_logprobs
+            chosen = [x for token in tokens[1:] for x in (token, *range(90, 90 + k))]
+            values = [-x / 4 for place in (1, 2, 3) for x in (place, *range(4, 4 + k))]
+            flat = SimpleNamespace(token_ids=chosen, logprobs=values)
+            yield SimpleNamespace(prompt_token_ids=tokens, prompt_logprobs=flat)
 
     score = partial(server.score, Engine(), itertools.count())
     guard = Guard(None, GuardState(token=TOKEN, score=score))
@@ -224,6 +263,10 @@ def test_the_route_of_a_server_scores_while_it_is_closed():
     wanted = {"token_ids": [1, 2, 3, 4], "first": 2}
     assert ask(wanted) == (200, {"tokens": [3, 4], "policy_versions": [0, 0]})
     assert asyncio.run(score(wanted)).inference_logprobs.tolist() == [-0.5, -0.75]
+    assert asyncio.run(score(wanted)).head_tokens is None
+    with_sets = asyncio.run(score({**wanted, "top_k": 2}))
+    assert with_sets.inference_logprobs.tolist() == [-0.5, -0.75]
+    assert (with_sets.head_tokens.tolist(), with_sets.head_logprobs.tolist()) == ([[90, 91]] * 2, [[-1.0, -1.25]] * 2)
     assert ask({"token_ids": [1, 2]})[0] == 400
     assert ask({}, token="another-token-of-tests")[0] == 401
 
@@ -260,9 +303,13 @@ class Model:
     def __init__(self, offset) -> None:
         self.offset, self.asked, self.is_closed = offset, [], False
 
-    def score(self, rollouts):
+    def score(self, rollouts, top_k=0):
         self.asked += rollouts
-        return [np.full(r.length, -self.offset, np.float32) for r in rollouts]
+        sets = [
+            (np.full((r.length, top_k), 127 + np.arange(top_k)), np.full((r.length, top_k), -1.0)) for r in rollouts
+        ]
+        logprobs = [np.full(r.length, -self.offset, np.float32) for r in rollouts]
+        return [Scores(x, *(s if top_k else ())) for x, s in zip(logprobs, sets, strict=True)]
 
     def close(self) -> None:
         self.is_closed = True
@@ -308,6 +355,15 @@ def test_each_data_source_has_its_teacher(monkeypatch):
     assert all(model.is_closed for model in started.values())
 
 
+def test_a_token_that_the_policy_does_not_have_is_in_no_set(monkeypatch):
+    """The tiny model has 128; a teacher may have rows that no token of its tokenizer uses."""
+    start, _ = teachers(monkeypatch, ["rest"], by_source=[], top_k=2)
+    taught = rollout([1, 2])
+    start().teach([Group(Prompt("0", [1], "", data_source="rest"), [taught])])
+    assert taught.teacher_tokens.tolist() == [[127, -1]] * 2
+    assert taught.teacher_set_logprobs.tolist() == [[-1.0, -np.inf]] * 2
+
+
 def test_where_one_does_not_start_the_others_are_ended(monkeypatch):
     start, started = teachers(monkeypatch, ["rest", "broken"], by_source=[{"data_sources": ["broken"]}])
     with pytest.raises(InputError, match="broken"):
@@ -321,3 +377,4 @@ def test_the_engine_beside_the_learner_has_room_for_one_more_token_and_rounds_no
     own = engine_config(config)
     assert (own.engine, own.tensor_parallel, own.max_response_length, own.dtype) == ("vllm", 1, 11, "fp32")
     assert (own.quantization, own.sampled_head, own.verify_refit) == (QuantizationConfig(), 0, False)
+    assert engine_config(config, 16).sampled_head == 16
