@@ -258,12 +258,21 @@ monitor.sinks @project               | trainer.project_name=verl_examples | --wa
     | logger.wandb.project=nemo-rl
 monitor.sinks.wandb.entity @entity   | | --wandb-team |
 monitor.sinks.wandb.group @group     | | --wandb-group |
-teacher @teaches                     | distillation.enabled | --use-opd |
-teacher.path @teacher                | distillation.teacher_model.model_path | --opd-teacher-load |
+teacher @teaches                     | distillation.enabled | --use-opd | on_policy_distillation.enabled
+teacher.path @teacher                | distillation.teacher_models.teacher_model.model_path
+    distillation.teacher_model.model_path | --opd-teacher-load | teacher.model_name
 teacher.weight @teacher_weight       | distillation.distillation_loss.distillation_loss_coef=1.0 | --opd-kl-coef=1.0 |
 teacher.engine @teacher_kind         | | --opd-type |
 - @distils_by                        | distillation.distillation_loss.loss_mode=k3 | |
 - @distils_by_policy                 | distillation.distillation_loss.use_policy_gradient=false | |
+- @distils_alone                     | distillation.distillation_loss.use_task_rewards=true | |
+teacher.top_k @set_size              | distillation.distillation_loss.topk=32 | --opd-log-prob-top-k
+    | distillation.topk_logits_k
+teacher.tokens @sets_of              | | --opd-top-k-strategy=only-student |
+- @weighs_sets                       | | --opd-reward-weight-mode=student_p |
+teacher.forward @divergence          | | | loss_fn.kl_type=mixed
+teacher.forward @forward             | | | loss_fn.mixed_kl_weight=0.5
+teacher.normalized @outside_sets     | | | loss_fn.zero_outside_topk=false
 """
 
 WITHOUT = """
@@ -302,7 +311,7 @@ nothing
     policy.dynamic_batching.* policy.sequence_packing.* policy.scheduler.* grpo.max_rollout_turns grpo.val_* grpo.skip_*
     grpo.debug_* grpo.async_grpo.* grpo.stop_at_* reward_penalties.* loss_fn.kl_* loss_fn.*_kl_* checkpointing.*
     logger.* env.*.num_workers data.num_workers data.use_multiple_dataloader data_plane.* cluster.*
-    on_policy_distillation fault_tolerance.* data.*.processor data.*.seed gen.mcore_generation_config.* gen.refit_*
+    on_policy_distillation on_policy_distillation.*teacher* fault_tolerance.* data.*.processor data.*.seed gen.mcore_generation_config.* gen.refit_*
     gen.real_quant_* gen.port_range_* gen.sglang_* gen.trtllm_* gen.colocated.* vllm.max_model_len vllm.async_engine
     vllm.precision vllm.use_tqdm vllm.*metrics_logger* vllm.*port* mcore.sequence_parallel mcore.pipeline_dtype
     mcore.checkpoint.* mcore.force_* mcore.empty_* mcore.use_gloo_* mcore.enabled fsdp.enabled mcore.fused_linear_*

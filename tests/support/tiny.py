@@ -34,11 +34,12 @@ def tiny_recipe(**sections: Any) -> Recipe:
 
 
 def stored_rollouts(
-    step: int, num_sequences: int = 24, minibatches: int = 1, head: int = 0, teacher: bool = False
+    step: int, num_sequences: int = 24, minibatches: int = 1, head: int = 0, teacher: bool = False, sets: int = 0
 ) -> Batch:
     """A batch of random sequences of mixed length that every layout can reproduce from ``step`` alone.
 
-    ``head``: tokens of a head that each response token has, of random mass. ``teacher``: with random log-probs of one.
+    ``head``: tokens of a head that each response token has, of random mass. ``teacher``: with random log-probs of one,
+    and of ``sets`` of so many tokens.
     """
     random = np.random.default_rng(step)
     sequences = []
@@ -59,6 +60,10 @@ def stored_rollouts(
         if teacher:
             taus = np.random.default_rng([step, i]).normal(-3.0, 1.0, response).clip(max=-0.01)
             sequences[-1].teacher_logprobs = taus.astype(np.float32)
+        if sets:
+            other, s = np.random.default_rng([step, i, 1]), sequences[-1]
+            s.teacher_tokens = np.stack([other.permutation(128)[:sets] for _ in range(response)]).astype(np.int32)
+            s.teacher_set_logprobs = np.log(other.dirichlet(np.ones(sets), response).clip(1e-4)).astype(np.float32)
         if head:
             other, s = np.random.default_rng([step, i]), sequences[-1]
             s.head_tokens = np.stack([other.permutation(128)[:head] for _ in range(response)]).astype(np.int32)

@@ -198,14 +198,19 @@ MICROBATCH_HEAD_BYTES, LOSS_HEAD_BYTES = (
 )  # the same on the GPU in every microbatch; in the one at hand with its c_v
 
 
+LOSS_SET_BYTES = 60  # of a token of a teacher's set in the microbatch at hand: log pi, log τ and what is made of both
+
+
 def _heads_on_gpu(work: Workload) -> list[tuple[str, float]]:
-    """Return the heads of one update's responses on a GPU (`rollout.sampled_head`); empty without."""
-    if not work.recipe.rollout.sampled_head:
-        return []
+    """Return heads and a teacher's sets of one update's responses on a GPU (`rollout.sampled_head`, `teacher.top_k`)."""
     tokens = work.trained_tokens / work.recipe.batch.minibatches / work.data_parallel
     tokens *= work.mean_response / work.mean_sequence
     kept = MICROBATCH_HEAD_BYTES + _old_head_bytes(work)
-    return [("heads", work.head_width * (kept * tokens + LOSS_HEAD_BYTES * work.microbatch_tokens))]
+    items = [
+        ("heads", work.head_width * (kept * tokens + LOSS_HEAD_BYTES * work.microbatch_tokens)),
+        ("sets", work.set_width * (MICROBATCH_HEAD_BYTES * tokens + LOSS_SET_BYTES * work.microbatch_tokens)),
+    ]
+    return [item for item in items if item[1]]
 
 
 def _old_head_bytes(work: Workload) -> int:
@@ -283,6 +288,7 @@ def host_phase(work: Workload, plan: MemoryPlan) -> Phase:
     """Return the contents of one node's host memory at its peak, with the node's capacity."""
     offload, ranks = work.recipe.learner.offload, work.gpus_per_node
     each = (HEAD_BYTES + _old_head_bytes(work)) * work.head_width
+    of_set = HEAD_BYTES * work.set_width
     tokens = work.sampled_sequences * work.mean_response / work.nodes
     items = (
         ("processes", ranks * PROCESS_GIB * GIB),
@@ -296,5 +302,6 @@ def host_phase(work: Workload, plan: MemoryPlan) -> Phase:
         ),
         ("a checkpoint on its way", ranks * checkpoint_cost(work).host),
         (f"heads of sampled tokens, {each:g} bytes each", each * tokens * (1 + work.recipe.rollout.max_staleness)),
+        (f"a teacher's sets, {of_set} bytes a token", of_set * tokens),
     )
     return Phase("host memory", tuple(item for item in items if item[1]), work.host_gib * GIB)

@@ -196,6 +196,11 @@ class Workload:
         rollout = self.recipe.rollout
         return rollout.sampled_head and (rollout.candidates or rollout.sampled_head)
 
+    @property
+    def set_width(self) -> int:
+        """Tokens of the set on which a teacher is compared at each place (`teacher.top_k`); 0 without."""
+        return 0 if self.recipe.teacher is None else self.recipe.teacher.top_k
+
     @cached_property
     def second_models(self) -> tuple[Architecture | None, ...]:
         """Shapes of the models that score tokens on the learner's ranks; None: the policy itself, with its weights."""

@@ -93,10 +93,7 @@ def _kl_type(name: str) -> str:
 
 def _teacher(t: Translation) -> None:
     """slime subtracts from advantages as here; verl does where its distillation is a policy gradient of log-ratios."""
-    if t["teaches"] is not True:
-        return
-    if t.project == "verl" and not (t["distils_by_policy"] is True and t["distils_by"] in ("kl", "k1")):
-        t.lose("teaches", "nothing is distilled: here a teacher lowers advantages, as k1 does by policy gradient")
+    if t["teaches"] is not True or (sets := _sets(t)) is None:
         return
     cut = (t.ours("rollout.top_p") or 1) < 1 or bool(t.ours("rollout.top_k"))
     drops = any(item["mode"] == "opsm" for item in t.ours("objective.correction") or ())
@@ -104,12 +101,58 @@ def _teacher(t: Translation) -> None:
         t.lose("teaches", "there is no teacher: it goes with no top-p, top-k, filter of groups or opsm")
         return
     t.put("teacher.engine", "learner", "" if t["teacher_kind"] == "megatron" else "in the place of a server of theirs")
-    t.guess("teacher.path", t.path_of("teacher", "TEACHER") or "TEACHER", "give its folder in Hugging Face layout")
-    t.put("teacher.weight", real(t["teacher_weight"]))
+    named = {value for key, value in t.values.items() if ".teacher_model_by_agent_name." in key}
+    path = named.pop() if len(named) == 1 else t.path_of("teacher", "TEACHER")
+    t.guess("teacher.path", path or "TEACHER", "give its folder in Hugging Face layout")
+    if named:
+        t.note("on_policy_distillation has several teachers: teacher.by_source names one for each data source")
+    alone = t["estimator"] == "opd" or t["distils_alone"] is False
+    t.put("teacher.weight", 1.0 if alone or t.project == "NeMo-RL" else real(t["teacher_weight"]))
+    if alone:
+        t.put("objective.advantage", "none")
+    for key, value in sets.items():
+        t.put(key, value)
+
+
+def _sets(t: Translation) -> dict[str, Any] | None:
+    """Our keys for the sets of tokens that a teacher is compared on, empty without; None where nothing is the same."""
+    size = {"teacher.top_k": whole(t["set_size"])}
+    if t.project == "verl":
+        name, by_policy = t["distils_by"], t["distils_by_policy"] is True
+        if by_policy and name in ("kl", "k1"):
+            return {}
+        if not by_policy and name == "forward_kl_topk":
+            t.note("distillation losses below 0 count here; verl takes them for 0")
+            return {**size, "teacher.forward": 1.0, "teacher.normalized": False}
+        t.lose(
+            "teaches",
+            "nothing is distilled: a teacher lowers advantages, as k1 does by policy gradient, or its sets are in the "
+            "loss, as forward_kl_topk",
+        )
+        return None
+    if not size["teacher.top_k"]:
+        return {}
+    if t.project == "NeMo-RL":
+        if t["outside_sets"] is True:
+            t.lose("outside_sets", "tokens outside of a set do not count")
+        share = {"forward": 1.0, "reverse": 0.0}.get(t["divergence"], real(t["forward"]))
+        return {**size, "teacher.forward": share}
+    tokens = {"only-student": "student", "only-teacher": "teacher"}.get(t["sets_of"])
+    if tokens is None or t["weighs_sets"] != "student_p":
+        t.lose("set_size", "nothing is distilled: sets are of one policy, and weighed by the student")
+        return None
+    t.note(
+        "--opd-log-prob-top-k: theirs is an advantage of a place, equal for all tokens, so that its mean gradient on "
+        "policy is 0; here the loss has the divergence, with its gradient"
+    )
+    heads = {"teacher.tokens": tokens, "rollout.sampled_head": size["teacher.top_k"]} if tokens == "student" else {}
+    return {**size, **heads}
 
 
 def _advantage(t: Translation) -> None:
     name, ours = str(t["estimator"]), "objective.advantage"
+    if name == "opd" and t["teaches"] is True:
+        return
     if name == "reinforce_plus_plus" and t.project == "NeMo-RL" and t["minus_baseline"] is not False:
         name = "reinforce_plus_plus_baseline"
     same = ADVANTAGES.get(name)

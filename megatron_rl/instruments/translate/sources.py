@@ -81,10 +81,18 @@ def read_nemo_rl(path: Path, variables: Mapping[str, str]) -> Source:
     if path.suffix not in (".yaml", ".yml"):
         raise InputError(f"{path}: NeMo-RL's configurations are .yaml files; its scripts name one with --config")
     nested, files = _load(path, ())
-    if "grpo" not in nested:
+    if "grpo" not in nested and "distillation" not in nested:
         sections = ", ".join(nested) or "nothing"
-        raise InputError(f"{path}: no section grpo, and so no reinforcement learning by GRPO; found: {sections}")
-    values = dict(flattened(resolved(nested, variables)))
+        raise InputError(
+            f"{path}: no section grpo, and so no reinforcement learning by GRPO, nor distillation; found: {sections}"
+        )
+    values, notes = dict(flattened(resolved(nested, variables))), []
+    if "grpo" not in nested:
+        values = {re.sub(r"^distillation\.(?!topk)", "grpo.", key): value for key, value in values.items()}
+        values |= {"grpo.adv_estimator.name": "opd", "on_policy_distillation.enabled": True}
+        values["loss_fn.reference_policy_kl_penalty"] = 0
+        values = {key: value for key, value in values.items() if not re.match(r"teacher\.(?!model_name$)", key)}
+        notes.append("section distillation was read as section grpo, with the teacher alone")
     items = values.get("policy.scheduler")
     for item in items if isinstance(items, list) else []:
         name = f"policy.scheduler.{str(item.get('name', '')).rsplit('.', 1)[-1]}"
@@ -96,7 +104,7 @@ def read_nemo_rl(path: Path, variables: Mapping[str, str]) -> Source:
     closed += (
         ["policy.dtensor_cfg.", "policy.optimizer.", "policy.scheduler."] if is_megatron else ["policy.megatron_cfg."]
     )
-    notes = [f"read with what it inherits from: {', '.join(file.name for file in files[:-1])}"] if files[1:] else []
+    notes += [f"read with what it inherits from: {', '.join(file.name for file in files[:-1])}"] if files[1:] else []
     return Source("NeMo-RL", path, values, is_megatron, {key for key in values if key.startswith(tuple(closed))}, notes)
 
 

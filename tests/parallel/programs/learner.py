@@ -21,7 +21,9 @@ def train_on_stored_rollouts(
     """Losses, gradient norms and metrics of the first steps, log-probs after them, and the weights they end in."""
     learner = Learner(tiny_recipe(batch={"minibatches": minibatches}, **sections))
     before = learner.compute_logprobs(stored_rollouts(100))
-    options = {"minibatches": minibatches, "head": head, "teacher": learner.recipe.teacher is not None}
+    teacher = learner.recipe.teacher
+    sets = teacher.top_k if teacher is not None and teacher.engine != "learner" else 0
+    options = {"minibatches": minibatches, "head": head, "teacher": teacher is not None, "sets": sets}
     metrics = [learner.update(stored_rollouts(step, **options)) for step in range(num_steps)]
     after = learner.compute_logprobs(stored_rollouts(100))
     weights = {name: tensor.float().clone() for name, tensor in learner.export_weights()}

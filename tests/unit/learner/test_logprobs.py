@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.learner import logprobs
-from megatron_rl.learner.logprobs import head_logprobs, keep_sets, token_logprobs
+from megatron_rl.learner.logprobs import head_logprobs, keep_sets, most_probable, token_logprobs
 from tests.support.rounding import assert_as_double, rounded
 
 
@@ -108,6 +108,25 @@ def test_log_probs_of_a_head_with_their_gradient(entropy_gradient, has_sets, mon
         lambda *a, **k: head_logprobs(hidden, weight, *a, **k),
     ):
         assert_as_double(with_gradients(way), plain, inputs, longest_sum=270)
+
+
+@pytest.mark.parametrize("has_sets", [False, True])
+def test_the_most_probable_tokens_of_each_row(has_sets, monkeypatch):
+    """Of whole logits and fused, without padding columns; -1 after those that are kept."""
+    monkeypatch.setattr(logprobs, "LOGIT_CHUNK_ROWS", 64)
+    torch.manual_seed(5)
+    hidden, weight = torch.randn(100, 16), torch.randn(40, 16)
+    positions = torch.randperm(100)[:90]
+    kept = random_sets(torch.randint(0, 37, (90,)), 37, 9) if has_sets else None
+    logits = (hidden @ weight.t())[positions]
+    wanted = []
+    for row, values in enumerate(logits.tolist()):
+        inside = [v for v in range(37) if kept is None or v in kept[row].tolist()]
+        best = sorted(inside, key=lambda v: -values[v])[:6]
+        wanted.append(best + [-1] * (6 - len(best)))
+    options = {"vocab_size": 37, "group": None, "kept": kept}
+    assert most_probable(hidden @ weight.t(), positions, 6, **options).tolist() == wanted
+    assert most_probable(hidden, positions, 6, weight=weight, **options).tolist() == wanted
 
 
 @pytest.mark.parametrize("has_sets", [False, True])

@@ -91,6 +91,15 @@ def test_heads_follow_their_tokens():
     assert m.head.tolist() == [[12, 9], [5, -1], [12, 9]]
     assert m.head_inference.tolist() == [[-0.5, -1], [np.float32(-0.1), -np.inf], [-0.5, -1]]
     assert m.head_has_sampled.tolist() == [True, False, False]
+    assert m.teacher_tokens.tolist() == m.head.tolist(), "unless a teacher has sets of its own"
+    assert m.teacher_set_logprobs is None
+    for s in batch.sequences:
+        s.teacher_tokens = np.array([[3, 4], [6, 7]], np.int32)[: s.length]
+        s.teacher_set_logprobs = np.array([[-1, -2], [-3, -4]], np.float32)[: s.length]
+    m = build()
+    assert m.teacher_tokens.tolist() == [[3, 4], [6, 7], [3, 4]]
+    assert m.teacher_set_logprobs.tolist() == [[-1, -2], [-3, -4], [-1, -2]]
+    assert m.head.tolist() == [[12, 9], [5, -1], [12, 9]]
     batch.sequences[1].head_logprobs = None
     assert build().head is None
 

@@ -20,7 +20,7 @@ from megatron_rl.run.recorded_batches import (
     record_batch,
     recorded_steps,
 )
-from megatron_rl.types import Batch, Rollout
+from megatron_rl.types import SET_ARRAYS, Batch, Rollout
 from tests.support.routes import random_routes, with_routes
 from tests.support.tiny import stored_rollouts, tiny_recipe
 
@@ -49,19 +49,29 @@ def test_a_batch_survives_the_disk(tmp_path):
                 assert left == right, field.name
 
 
-@pytest.mark.parametrize("names", [("head_tokens", "head_logprobs"), ("kept_tokens", "head_logprobs")])
+@pytest.mark.parametrize(
+    "names",
+    [("head_tokens", "head_logprobs"), ("kept_tokens", "head_logprobs"), ("teacher_tokens", "teacher_set_logprobs")],
+)
 def test_heads_survive_the_disk(tmp_path, names):
+    """And sets of a teacher; log-probs of another number of tokens are damage."""
     batch, random = stored_rollouts(3), np.random.default_rng(0)
     for s in batch.sequences:
         setattr(s, names[0], random.integers(-1, 99, (s.length, 5), dtype=np.int32))
-        s.head_logprobs = -random.random((s.length, 5), np.float32)
-        s.head_logprobs[getattr(s, names[0]) < 0] = -np.inf
+        values = -random.random((s.length, 5), np.float32)
+        values[getattr(s, names[0]) < 0] = -np.inf
+        setattr(s, names[1], values)
     path = record_batch(tmp_path, batch, 7)
     for got, want in zip(load_batch(path).batch.sequences, batch.sequences, strict=True):
-        for name in ("kept_tokens", "head_tokens", "head_logprobs"):
+        for name in SET_ARRAYS:
             left, right = getattr(got, name), getattr(want, name)
             assert (left is None) == (right is None), name
             assert left is None or (left.dtype == right.dtype and np.array_equal(left, right)), name
+
+    for s in batch.sequences:
+        setattr(s, names[1], getattr(s, names[1])[:, 1:])
+    with pytest.raises(InputError, match=f"{names[1]} has another shape"):
+        load_batch(record_batch(tmp_path / "other", batch, 7))
 
 
 def test_absent_fields_stay_absent(tmp_path):

@@ -311,6 +311,17 @@ def test_heads_take_a_kibibyte_a_token_at_128():
     assert f"heads of sampled tokens, {12 * 128} bytes each" in dict(clipped.host.items)  # and log po of each
 
 
+def test_sets_of_a_teacher_take_eight_bytes_a_token_of_theirs():
+    plans = [make_plan(work(MOE, "h100-80", "teacher.engine=learner", f"teacher.top_k={k}")) for k in (0, 16)]
+    w, host = plans[1].work, dict(plans[1].host.items)["a teacher's sets, 128 bytes a token"]
+    assert host == rounded(128 * w.sampled_sequences * w.mean_response / w.nodes)
+    assert plans[1].host.total - plans[0].host.total == rounded(host, scale=plans[1].host.total)
+    sizes = [dict(plan.memory.phases[0].items) for plan in plans]
+    tokens = w.recipe.num_sequences * w.mean_response / w.recipe.batch.minibatches / w.data_parallel
+    assert sizes[1].pop("sets") == rounded(16 * (12 * tokens + 60 * w.microbatch_tokens))
+    assert sizes[0] == sizes[1]
+
+
 def test_the_report_says_what_each_setting_gains():
     plan = make_plan(work(MOE, "h100-80", *ASIDE, "rollout.gpu_memory_utilization=0.8", nodes=1))
     text = render(plan, detail=True)

@@ -71,6 +71,9 @@ def translated(folder, project, words=""):
     return load_recipe(folder / "recipe.yaml"), translation
 
 
+SETS = {"engine": "learner"}
+MOPD = "on_policy_distillation.enabled=true on_policy_distillation.teacher_model_by_agent_name.math"
+
 CASES = [
     ("slime", "--use-opd --opd-type sglang --opd-kl-coef 0.5",
      {"teacher": {"engine": "learner", "path": "TEACHER", "weight": 0.5}, "guessed": ["teacher.path"]}),
@@ -78,11 +81,28 @@ CASES = [
      {"teacher": {"engine": "learner", "path": "/t", "weight": 1.0}, "guessed": ["teacher.path"]}),
     ("slime", "--use-opd --opd-type sglang --rollout-top-p 0.9", {"teacher": None, "lost": ["--use-opd"]}),
     ("slime", "--opd-kl-coef 0.5", {"teacher": None}),
+    ("slime", "--use-opd --opd-type sglang --opd-log-prob-top-k 16",
+     {"teacher": {**SETS, "path": "TEACHER", "weight": 1.0, "top_k": 16, "tokens": "student"},
+      "rollout.sampled_head": 16}),
+    ("slime", "--use-opd --opd-type sglang --opd-log-prob-top-k 16 --opd-top-k-strategy only-teacher",
+     {"teacher.tokens": "teacher", "teacher.top_k": 16, "rollout.sampled_head": None}),
+    *(("slime", f"--use-opd --opd-type sglang --opd-log-prob-top-k 16 {words}",
+       {"teacher": None, "lost": ["--opd-log-prob-top-k"]})
+      for words in ("--opd-top-k-strategy union", "--opd-reward-weight-mode none")),
+    ("nemo-rl", f"grpo.adv_estimator.name=opd {MOPD}=/t",
+     {"teacher": {"engine": "learner", "path": "/t", "weight": 1.0}, "objective.advantage": "none"}),
+    ("nemo-rl", "grpo.adv_estimator.name=opd", {"teacher": None, "lost": ["grpo.adv_estimator.name"]}),
     *(("verl", "distillation.enabled=True distillation.teacher_model.model_path=Qwen/Qwen3-32B "
        + " ".join(f"distillation.distillation_loss.{word}" for word in words.split()), expected)
       for words, expected in (
           ("loss_mode=k1 use_policy_gradient=True",
            {"teacher": {"engine": "learner", "path": "Qwen/Qwen3-32B", "weight": 1.0}}),
+          ("loss_mode=forward_kl_topk topk=64 distillation_loss_coef=0.5",
+           {"teacher": {**SETS, "path": "Qwen/Qwen3-32B", "weight": 0.5, "top_k": 64, "forward": 1.0,
+                        "normalized": False}, "objective.advantage": "grpo"}),
+          ("loss_mode=forward_kl_topk use_task_rewards=False distillation_loss_coef=0.5",
+           {"teacher.top_k": 32, "teacher.weight": 1.0, "objective.advantage": "none"}),
+          ("loss_mode=forward_kl_topk use_policy_gradient=True", {"teacher": None, "lost": ["distillation.enabled"]}),
           ("loss_mode=k3", {"teacher": None, "lost": ["distillation.enabled"]}))),
     ("verl", "", {
         "name": "run-4n8g", "batch.prompts": 128, "batch.minibatches": 4, "rollout.num_samples": 8, "num_epochs": 3,
@@ -244,6 +264,32 @@ def test_a_source_becomes_a_recipe(tmp_path, project, words, expected):
     assert [key for key in lost if f"{key}: " not in without[1]] == []
     assert [key for key in guessed if key not in translation.guesses] == []
     assert [key for key in translation.values if key not in report] == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "forward", "lost"),
+    [
+        ("{}", 0.5, False),
+        ("{kl_type: reverse}", 0.0, False),
+        ("{kl_type: mixed, mixed_kl_weight: 0.2, zero_outside_topk: true}", 0.2, True),
+    ],
+)
+def test_a_distillation_of_nemo_rl_is_a_run_with_its_teacher_alone(tmp_path, loss, forward, lost):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "distillation: {num_prompts_per_step: 8, num_generations_per_prompt: 1, topk_logits_k: 64, max_num_steps: 9}\n"
+        f"loss_fn: {loss}\n"
+        "policy: {model_name: m, train_global_batch_size: 8, generation: {max_new_tokens: 64}}\n"
+        "teacher: {model_name: /t, precision: bfloat16}\n"
+    )
+    translation = translate("nemo-rl", file, {})
+    translation.check()
+    wanted = {"engine": "learner", "path": "/t", "weight": 1.0, "top_k": 64, "forward": forward}
+    assert translation.ours("teacher") == wanted
+    objective = {"advantage": "none", "kl_loss": None, "aggregation": "token-mean"}
+    assert {key: translation.ours(f"objective.{key}") for key in objective} == objective
+    assert translation.ours("batch.prompts") == 8
+    assert ("loss_fn.zero_outside_topk" in translation.losses) == lost
 
 
 def test_what_is_not_known_is_said(tmp_path):
