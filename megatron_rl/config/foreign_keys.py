@@ -311,7 +311,8 @@ nothing
     policy.dynamic_batching.* policy.sequence_packing.* policy.scheduler.* grpo.max_rollout_turns grpo.val_* grpo.skip_*
     grpo.debug_* grpo.async_grpo.* grpo.stop_at_* reward_penalties.* loss_fn.kl_* loss_fn.*_kl_* checkpointing.*
     logger.* env.*.num_workers data.num_workers data.use_multiple_dataloader data_plane.* cluster.*
-    on_policy_distillation on_policy_distillation.*teacher* fault_tolerance.* data.*.processor data.*.seed gen.mcore_generation_config.* gen.refit_*
+    on_policy_distillation on_policy_distillation.*teacher* fault_tolerance.* data.*.processor data.*.seed
+    gen.mcore_generation_config.* gen.refit_*
     gen.real_quant_* gen.port_range_* gen.sglang_* gen.trtllm_* gen.colocated.* vllm.max_model_len vllm.async_engine
     vllm.precision vllm.use_tqdm vllm.*metrics_logger* vllm.*port* mcore.sequence_parallel mcore.pipeline_dtype
     mcore.checkpoint.* mcore.force_* mcore.empty_* mcore.use_gloo_* mcore.enabled fsdp.enabled mcore.fused_linear_*

@@ -88,7 +88,7 @@ class _Contents:
 
     routes: tuple[str, int, int] | None  # dtype, layers and experts per token
     logprobs: tuple[str, ...]  # further log-probs of each token: of the exact engine, and of second models
-    widths: tuple[int, ...]  # most tokens in a kept set and in a head, and log-probs in a head; 0: there are none
+    widths: tuple[int, ...]  # most numbers of a token in each of `SET_ARRAYS`; 0: there are none
     masks: bool  # the policy sampled a part of some response
 
     @classmethod

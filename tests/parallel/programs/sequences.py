@@ -34,6 +34,8 @@ ARRAYS = (
     "kept_tokens",
     "head_tokens",
     "head_logprobs",
+    "teacher_tokens",
+    "teacher_set_logprobs",
 )
 
 
@@ -63,6 +65,8 @@ def whole(
             s.kept_tokens = random.integers(-1, 99, (response, 5), dtype=np.int32)  # the other optional arrays
             s.head_tokens = random.integers(0, 99, (response, 3), dtype=np.int32)
             s.head_logprobs = -random.random((response, 3), np.float32)
+            s.teacher_tokens = random.integers(-1, 99, (response, 4), dtype=np.int32)
+            s.teacher_set_logprobs = -random.random((response, 4), np.float32)
         sequences.append(s)
     return Batch(0, sequences, [list(range(num_sequences))])
 

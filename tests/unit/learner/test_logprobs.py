@@ -1,6 +1,7 @@
 """Token log-probabilities against log_softmax in float64: values, entropy, gradients, padding of the vocabulary."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,6 +128,27 @@ def test_the_most_probable_tokens_of_each_row(has_sets, monkeypatch):
     options = {"vocab_size": 37, "group": None, "kept": kept}
     assert most_probable(hidden @ weight.t(), positions, 6, **options).tolist() == wanted
     assert most_probable(hidden, positions, 6, weight=weight, **options).tolist() == wanted
+
+
+def test_tensor_parallel_ranks_find_the_same_tokens(monkeypatch):
+    """Each of three ranks has 8 columns, the last one padding from 21 on; what the others send is made here."""
+    torch.manual_seed(6)
+    logits = torch.randn(50, 24)
+    parts = logits[:, :21].split(8, dim=1)
+
+    def all_gather(gathered, own, group):
+        for rank, part in enumerate(parts):
+            values, ids = torch.nn.functional.pad(part, (0, 8 - part.size(1)), value=-math.inf).topk(6, dim=1)
+            gathered[rank].copy_(values if own.is_floating_point() else ids + 8 * rank)
+
+    monkeypatch.setattr(logprobs.dist, "all_gather", all_gather)
+    wanted = logits[:, :21].topk(6, dim=1).indices
+    for rank in range(3):
+        group = SimpleNamespace(size=lambda: 3, rank=lambda rank=rank: rank)
+        found = most_probable(
+            logits[:, 8 * rank : 8 * rank + 8], torch.arange(50), 6, vocab_size=21, group=group, kept=None
+        )
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("has_sets", [False, True])
