@@ -46,15 +46,23 @@ def test_a_second_engine_of_the_process_scores_what_the_first_sampled(teacher):
     config = RolloutConfig(dtype="fp32", max_response_length=24, kv_cache_gib=0.0625, verify_refit=False)
     with (
         closing(VllmGenerator(config, MODEL, max_prompt_length=12)) as student,
-        closing(VllmGenerator(engine_config(config), teacher, max_prompt_length=12, sleeps=False)) as other,
+        closing(VllmGenerator(engine_config(config, 6), teacher, max_prompt_length=12, sleeps=False)) as other,
     ):
         groups = student.rollout(hf_reference.prompts(16), 4, policy_version=0, step=0)
-        got = other.score([rollout for group in groups for rollout in group.rollouts])
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        got, with_sets = ([*zip(*other.score(rollouts, k), strict=True)] for k in (0, 6))
         again = student.rollout(hf_reference.prompts(16), 4, policy_version=0, step=0)
     wanted, _ = hf_reference.score(hf_reference.load(teacher, torch.float64), groups, SAMPLING)
-    assert [len(x) for x in got] == [len(x) for x in wanted]
+    assert [len(x) for x in got[0]] == [len(x) for x in wanted]
     bound = hf_reference.rounding_bound(groups, SAMPLING, teacher)
-    assert np.abs(np.concatenate(got) - np.concatenate(wanted)).max() <= bound
+    assert np.abs(np.concatenate(got[0]) - np.concatenate(wanted)).max() <= bound
+    logprobs, tokens, of_tokens = (np.concatenate(x) for x in with_sets)
+    assert np.abs(logprobs - np.concatenate(wanted)).max() <= bound
+    sampled = tokens == np.concatenate([rollout.tokens for rollout in rollouts])[:, None]
+    assert sampled.any()
+    assert (np.abs(of_tokens - logprobs[:, None])[sampled] == 0).all()
+    assert (np.diff(of_tokens, axis=1) <= 0).all()
+    assert (logprobs[~sampled.any(axis=1)] <= of_tokens[~sampled.any(axis=1), -1]).all()
     assert hf_reference.flat(groups, "tokens") == hf_reference.flat(again, "tokens")
 
 
@@ -92,6 +100,28 @@ class TestRuns:
         assert [now[name] for name in ("actor/pg_loss", "teacher/kl")] == [
             rows[1][name] for name in ("actor/pg_loss", "teacher/kl")
         ]
+
+    def test_sets_of_the_teacher_are_the_same_on_both_engines(self, folder, teacher):
+        """And those of the sampler, which the learner's ranks alone can score; both runs learn."""
+        sets = {
+            "sets": ["teacher.top_k=8"],
+            "sets-learner": ["teacher.top_k=8", "teacher.engine=learner", "teacher.forward=0.5"],
+            "sets-student": ["teacher.top_k=8", "teacher.engine=learner", "teacher.tokens=student"],
+        }
+        sets["sets-student"].append("rollout.sampled_head=8")
+        rows = {name: run(folder, name, f"teacher.path={teacher}", *keys, steps=1)[0] for name, keys in sets.items()}
+        batches = {name: load_batch(batch_path(folder / name / "batches", 0)).batch.sequences for name in sets}
+        ours, other = batches["sets"], batches["sets-learner"]
+        bound = 64 * 32 * np.finfo(np.float32).eps  # as below
+        for one, two in zip(ours, other, strict=True):
+            same = one.teacher_tokens == two.teacher_tokens  # but for neighbours that rounding has swapped
+            assert same.mean() > 0.9
+            assert np.abs(one.teacher_set_logprobs - two.teacher_set_logprobs).max() < bound
+        assert all(
+            s.teacher_tokens is None and s.teacher_set_logprobs.shape == (s.length, 8) for s in batches["sets-student"]
+        )
+        assert all(row["teacher/divergence"] > 0 and row["actor/grad_norm"] > 0 for row in rows.values())
+        assert all(0 < row["teacher/set_mass_pi"] <= 1.0001 for row in rows.values())
 
     def test_a_teacher_on_the_learners_ranks_says_the_same(self, rows, folder, teacher):
         own = run(folder, "learner", f"teacher.path={teacher}", "teacher.engine=learner", steps=1)

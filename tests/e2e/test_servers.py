@@ -82,7 +82,11 @@ class TestTwoServers:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         addresses = [json.loads(file.read_text())["url"] for file in folder(run_dir).glob("*.json")]
         monkeypatch.setenv("MRL_SERVER_TOKEN", TOKEN)
-        got = np.concatenate(ServerScorer(addresses, 39, 60.0, at_once=8).score(rollouts))
+        logprobs, tokens, of_tokens = zip(
+            *ServerScorer(addresses, 39, 60.0, at_once=8).score(rollouts, 40), strict=True
+        )
+        got, at = np.concatenate(logprobs), np.concatenate(tokens) == np.concatenate(flat(groups, "tokens"))[:, None]
+        assert np.array_equal(np.concatenate(of_tokens)[at], got[at.any(axis=1)])
         bound = 2 * rounding_bound(groups, Sampling(ROLLOUT["max_response_length"]))
         assert np.abs(got - np.concatenate(flat(groups, "inference_logprobs"))).max() <= bound
         with pytest.raises(RolloutError, match="takes 40 tokens; it needs 41"):
