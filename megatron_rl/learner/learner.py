@@ -223,7 +223,9 @@ class Learner:
                 set_advantages(self.scorer, batch, homes[1], self.recipe.objective.advantage)
         updates = [self._update_minibatch(batch, i) for i in range(len(batch.minibatches))]
         metrics = finalize_metrics(MetricStats.merge([stats for stats, _ in updates]))
-        metrics["actor/pg_loss"] /= len(updates)  # statistics add up over mini-batches; a loss is per mini-batch
+        for name in ("actor/pg_loss", "actor/regularizer_loss"):
+            if name in metrics:
+                metrics[name] /= len(updates)  # statistics add up over mini-batches; a loss is per mini-batch
         for name in dict.fromkeys(name for _, step in updates for name in step):
             metrics[name] = float(np.mean([step[name] for _, step in updates if name in step]))
         if self.bit_check is not None:

@@ -71,6 +71,12 @@ def test_layout_equals_one_rank(runs, layout):
         assert other["metrics"] == first["metrics"]
 
 
+def test_the_losses_of_mini_batches_are_averaged(runs):
+    """λ D of mini-batches of unequal length, 0.5 times about the mean over all tokens."""
+    for step in runs["one, sets"][0]["metrics"]:
+        assert step["actor/regularizer_loss"] == pytest.approx(0.5 * step["teacher/divergence"], rel=0.2)
+
+
 def test_a_teacher_without_weight_is_measured_alone(runs):
     taught, measured = runs["one"][0], runs["measured"][0]
     assert taught["metrics"][0]["teacher/kl"] == measured["metrics"][0]["teacher/kl"] != 0

@@ -85,7 +85,7 @@ CASES = [
      {"teacher": {**SETS, "path": "TEACHER", "weight": 1.0, "top_k": 16, "tokens": "student"},
       "rollout.sampled_head": 16}),
     ("slime", "--use-opd --opd-type sglang --opd-log-prob-top-k 16 --opd-top-k-strategy only-teacher",
-     {"teacher.tokens": "teacher", "teacher.top_k": 16, "rollout.sampled_head": None}),
+     {"teacher": {**SETS, "path": "TEACHER", "weight": 1.0, "top_k": 16}, "rollout.sampled_head": None}),
     *(("slime", f"--use-opd --opd-type sglang --opd-log-prob-top-k 16 {words}",
        {"teacher": None, "lost": ["--opd-log-prob-top-k"]})
       for words in ("--opd-top-k-strategy union", "--opd-reward-weight-mode none")),
