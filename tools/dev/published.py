@@ -48,6 +48,7 @@ class Row:
     low: float
     high: float
     note: str
+    held_out: bool  # no constant was set by it
 
     @property
     def ratio(self) -> float:
@@ -60,7 +61,12 @@ class Row:
 
 
 def runs() -> list[dict[str, Any]]:
-    return json.loads((DATA / "published.json").read_text(encoding="utf-8"))
+    """Return the published runs. One that is like another names it, and says what differs."""
+    found: dict[str, dict[str, Any]] = {}
+    for run in json.loads((DATA / "published.json").read_text(encoding="utf-8")):
+        like = found[run["like"]] if "like" in run else {"set": {}}
+        found[run["id"]] = {**like, **run, "set": like["set"] | run.get("set", {})}
+    return list(found.values())
 
 
 def workload(run: Mapping[str, Any]) -> Workload:
@@ -95,7 +101,7 @@ def rows() -> Iterator[Row]:
             passes = run.get("passes", 1) if what == "old_logprobs" else 1
             value = time.total if what == "step" else sum(time.phases[name] for name in names) / passes
             low, high = time.range if what == "step" else (value / error(names), value * error(names))
-            yield Row(run["id"], what, seconds, value, low, high, run["note"])
+            yield Row(run["id"], what, seconds, value, low, high, run["note"], run.get("held_out", False))
 
 
 def error(names: list[str]) -> float:
@@ -226,7 +232,8 @@ def left_out() -> list[tuple[str, float]]:
                 with constants(share, host, decode):
                     tables[share, host, decode] = list(rows())
     found = []
-    for run in dict.fromkeys(row.run for row in next(iter(tables.values())) if row.what == "step"):
+    steps = [row for row in next(iter(tables.values())) if row.what == "step" and not row.held_out]
+    for run in dict.fromkeys(row.run for row in steps):
         best = min(tables.values(), key=lambda table: _misfit(table, run))
         found += [(run, row.ratio) for row in best if row.run == run and row.what == "step"]
     return found
@@ -234,7 +241,7 @@ def left_out() -> list[tuple[str, float]]:
 
 def _misfit(table: list[Row], without: str) -> float:
     """Return the sum of errors; each is bounded, so that one run that is out of line does not decide."""
-    return sum(min(abs(math.log(row.ratio)), 0.5) for row in table if row.run != without)
+    return sum(min(abs(math.log(row.ratio)), 0.5) for row in table if row.run != without and not row.held_out)
 
 
 # Memory of an H200, in GiB: docs/gpu.md, "Memory against `plan`".
@@ -266,11 +273,12 @@ def memory_lines() -> list[str]:
 
 
 def lines(whole: bool = False) -> list[str]:
-    """Return the tables of docs/planning.md: of the phases those outside their bounds, unless ``whole``."""
+    """Return the tables of docs/planning.md: of phases and held-out steps those outside their bounds, unless
+    ``whole``."""
     table = list(rows())
     out = ["| run | phase | published, s | planned, s | range | ratio | |", "|---|---|---|---|---|---|---|"]
     for row in sorted(table, key=lambda row: row.what != "step"):
-        if row.what != "step" and row.is_within and not whole:
+        if (row.what != "step" or row.held_out) and row.is_within and not whole:
             continue
         note = row.note if row.is_within else f"outside: {row.note}"
         out.append(
@@ -278,7 +286,8 @@ def lines(whole: bool = False) -> list[str]:
             f"{row.ratio:.2f} | {note} |"
         )
     for kind, chosen in (
-        ("steps", [r for r in table if r.what == "step"]),
+        ("steps", [r for r in table if r.what == "step" and not r.held_out]),
+        ("held-out steps", [r for r in table if r.held_out]),
         ("phases", [r for r in table if r.what != "step"]),
     ):
         within = sum(row.is_within for row in chosen)
