@@ -46,6 +46,17 @@ POSITIVE = Number(float, 0, MOST, above=True)
 SHARE = Number(float, 0, 1)
 
 
+def of_job(name: str) -> int | None:
+    """Return the number that torchrun or srun gives the process as the variable ``name``; None without one. Raises
+    `InputError` for one that is no such number."""
+    if (text := os.environ.get(name)) is None:
+        return None
+    try:
+        return int((COUNT if name.endswith("WORLD_SIZE") else INDEX)(text))
+    except argparse.ArgumentTypeError as error:
+        raise InputError(f"the environment's {name}: {error}; torchrun or srun sets it, else unset it") from error
+
+
 def output(text: str) -> Path:
     """Return the path of a file or folder to write. Its folder need not be there, but it can be made."""
     path = Path(text)
@@ -74,7 +85,7 @@ FILES = (output_file, output_or_dash)  # whose folders are made before the comma
 
 def make_folder(file: Path) -> list[Path]:
     """Make the folder that ``file`` will be written to. Returns folders that were not there, the outermost first."""
-    if int(os.environ.get("RANK", 0)):  # the first rank writes
+    if of_job("RANK"):  # the first rank writes
         return []
     missing = [folder for folder in reversed(file.absolute().parents) if not folder.exists()]
     try:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 
-from megatron_rl.arguments import COUNT, GPU_NAMES, add_recipe
+from megatron_rl.arguments import COUNT, GPU_NAMES, add_recipe, of_job
 from megatron_rl.errors import EXIT_DONE, printable
 
 
@@ -40,7 +39,7 @@ def run_check(options: argparse.Namespace) -> int:
     from megatron_rl.process.host import available_gib
     from megatron_rl.run.prepare import report
 
-    ranks = options.ranks or (int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
+    ranks = options.ranks or of_job("WORLD_SIZE")
     free_gib = None if options.no_transformers else available_gib()
     for what, value in report(load_recipe(options.recipe, options.overrides), ranks, options.offline, free_gib):
         print(f"{what:>10}  {printable(value)}")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
-from megatron_rl.arguments import PORT, add_recipe, output_file
+from megatron_rl.arguments import PORT, add_recipe, of_job, output_file
 from megatron_rl.errors import EXIT_DONE
 
 
@@ -40,7 +39,7 @@ def run_train(options: argparse.Namespace) -> int:
     from megatron_rl.run.prepare import check_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
-    check_recipe(recipe, int(os.environ.get("WORLD_SIZE", 1)))
+    check_recipe(recipe, of_job("WORLD_SIZE") or 1)
     raise_descriptor_limit()
     from megatron_rl.train import train  # imports the engines, so only after the recipe is accepted
 

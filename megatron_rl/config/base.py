@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, Strict
-from pydantic_core import core_schema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, NonNegativeInt, Strict, field_validator
+from pydantic_core import PydanticCustomError, core_schema
 
 from megatron_rl.errors import InputError
 
@@ -21,6 +21,7 @@ Dtype = Literal["bf16", "fp16", "tf32", "fp32"]
 """tf32: numbers are stored in fp32, and matrices are multiplied with operands rounded to TF32 (NVIDIA GPUs alone)."""
 FP32_STORED = ("fp32", "tf32")
 """Those of `Dtype` whose weights and activations lie in memory as fp32."""
+MOST = 2**32  # of a number in a recipe, as a seed or a loss scale: more is a slip of the hand, and no clock has it
 
 
 class Section(BaseModel):
@@ -33,8 +34,24 @@ class Section(BaseModel):
         extra="forbid", validate_default=True, use_attribute_docstrings=True, strict=True, allow_inf_nan=False
     )
 
+    @field_validator("*")
+    @classmethod
+    def _is_no_slip(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and abs(value) > MOST:
+            raise PydanticCustomError("slip", f"a number is at most {MOST:,} (2^32)")
+        return value
 
-AnyPath = Annotated[Path, Strict(False)]
+
+def _nameable(value: Any) -> Any:
+    """Return ``value``. Refuses the text of a path that no file can have."""
+    if isinstance(value, str):
+        sizes = [len(name.encode("utf-8", "replace")) for name in value.split("/")]
+        if not value or max(sizes) > 255 or sum(sizes) + len(sizes) > 4096:
+            raise PydanticCustomError("no_path", "a path has 1 to 4095 bytes, and each name in it up to 255")
+    return value
+
+
+AnyPath = Annotated[Path, Strict(False), BeforeValidator(_nameable)]
 """A path, written as text."""
 
 
@@ -49,6 +66,9 @@ class LookedUp:
 
     is_function: bool = False
     hub: Literal["model", "dataset"] | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(_nameable, handler(source))
 
 
 FUNCTION_PATH = r"^.+\.py:[A-Za-z_]\w*$"

@@ -14,7 +14,7 @@ from megatron_rl.config.base import LookedUp, Section, ShortList
 class DataSourceConfig(Section):
     """One file of problems: `.jsonl` (one object a line) or `.parquet`; {problem, answer} or verl's columns."""
 
-    path: Annotated[str, LookedUp(hub="dataset")] = Field(min_length=1)
+    path: Annotated[str, LookedUp(hub="dataset")]
     """The file. A relative path is looked up from the recipe's folder first, then from the working directory. Else a
     dataset of the Hugging Face hub in the local cache: OWNER/NAME where it has one file, or OWNER/NAME/FILE."""
     name: str | None = None

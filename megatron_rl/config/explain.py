@@ -216,7 +216,7 @@ def _merged(problems: list[tuple[Any, Place]]) -> list[tuple[Any, Place]]:
 
 def _describe(item: Any, place: Place, schema: type[BaseModel]) -> list[str]:
     kind, where, shown_value = item["type"], dotted(place.keys), shown(item["input"])
-    message = item["msg"].removeprefix("Value error, ")
+    message = re.sub(r"^Value error, | for <class '.*'>| after validation, not \d+", "", item["msg"])
     if kind == "extra_forbidden":
         if (removed := REMOVED.get(dotted([key for key in place.keys if isinstance(key, str)]))) is not None:
             return [f"{where}: removed: {removed[1]}; leave it out"]
@@ -285,8 +285,8 @@ def _remedy(place: Place, schema: type[BaseModel]) -> str:
     allowed = _keys_of(place)
     above = dotted(place.keys[:-1])
     elsewhere = sorted(paths_to(name, schema), key=lambda path: (not path.startswith(f"{above}."), len(path)))
-    near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
-    if elsewhere and (not near or difflib.SequenceMatcher(None, name, near[0]).ratio() < 0.8):
+    near = difflib.get_close_matches(name.lower(), allowed, n=1, cutoff=0.5)
+    if elsewhere and (not near or difflib.SequenceMatcher(None, name.lower(), near[0]).ratio() < 0.8):
         near = elsewhere
     hint = f"; did you mean {near[0]!r}?" if near else ";"
     return f"{hint} allowed: {', '.join(allowed)}"
@@ -298,14 +298,17 @@ def _keys_of(place: Place) -> list[str]:
 
 def _near(value: Any, allowed: Any) -> str:
     names = re.findall(r"'([^']*)'", allowed["expected"]) if isinstance(allowed, dict) else allowed
-    near = difflib.get_close_matches(value, names, n=1, cutoff=0.6) if isinstance(value, str) else []
-    return f"; did you mean {near[0]!r}?" if near else ""
+    spelled = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(value.lower(), spelled, n=1, cutoff=0.6) if isinstance(value, str) else []
+    return f"; did you mean {spelled[near[0]]!r}?" if near else ""
 
 
 def _set_in(line: str, keys: Where, origins: Origins) -> str:
     """`` (set in FILE:LINE)`` of the value at ``keys``; for a rule between sections, of each key that it names."""
     if keys:
-        origin = next((origins[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in origins), None)
+        below = (where for where in origins if where[: len(keys)] == keys)
+        above = (keys[:n] for n in range(len(keys) - 1, 0, -1))
+        origin = next((origins[where] for where in (keys, *below, *above) if where in origins), None)
         return f" (set in {origin})" if origin else ""
     named = dict.fromkeys(_KEY_PATH.findall(line))
     places = {key: origins.get(tuple(key.split("."))) for key in named}

@@ -178,7 +178,7 @@ def _patched(items: list[Any], patch: dict[str, Any], at: Where, replaced: set[W
 def _overridden(tree: _Tree, override: str, folder: Path) -> _Tree:
     """Apply one ``--set``. Paths to read are looked up in the working directory first, as in a shell."""
     key, equals, text = override.partition("=")
-    if not equals or not key.strip():
+    if not equals or not all(part.strip() for part in key.split(".")):
         raise InputError(f"--set {shown(override)}: expected KEY.PATH=VALUE")
     if key.count(".") >= MAX_PARTS:
         raise InputError(

@@ -156,7 +156,7 @@ class RolloutConfig(Section):
     stop_token_ids: list[NonNegativeInt] | None = None
     """Tokens that end a response and stay in it. null: `eos_token_id` of the checkpoint's generation_config.json.
     []: only `max_response_length` ends one."""
-    function: Annotated[str | None, LookedUp(is_function=True), Field(pattern=FUNCTION_PATH)] = None
+    function: Annotated[str | None, Field(pattern=FUNCTION_PATH), LookedUp(is_function=True)] = None
     """`file.py:function`, an `async def f(client, problem)` that holds a conversation of several turns and returns it;
     see docs/turns.md. null: one turn. Engines `vllm`, without `tensor_parallel`, and `vllm_server`."""
     seed: NonNegativeInt = 0

@@ -118,8 +118,9 @@ def check_recipe(recipe: Recipe, world_size: int | None = None, *, offline: bool
             absent.append(f"{key} {path}")
             problems += [] if offline else [f"{key}: {path}: no such folder; give a checkpoint in Hugging Face layout"]
         elif _is_on_learner(recipe, key):
-            fits = layout_problems(recipe.learner.parallel, read_architecture(path), world_size)
-            problems += [f"{key}: {path}: {problem}" for problem in fits]
+            with _about(key, problems):
+                fits = layout_problems(recipe.learner.parallel, read_architecture(path), world_size)
+                problems += [f"{key}: {path}: {problem}" for problem in fits]
     refuse_recipe(recipe, problems)
     report = _report(recipe, architecture, world_size)
     if folder_notes:
@@ -261,13 +262,19 @@ def _is_on_learner(recipe: Recipe, key: str) -> bool:
     return key == "reference.path" or (key == "teacher.path" and recipe.teacher.engine == "learner")
 
 
+@contextlib.contextmanager
+def _about(key: str, problems: list[str]) -> Iterator[None]:
+    """Inside, what is wrong with a model's folder is a problem of ``key``: readers of folders call it model.path."""
+    try:
+        yield
+    except InputError as error:
+        problems.append(f"{key}: {str(error).removeprefix('model.path: ')}")
+
+
 def _folder_problems(recipe: Recipe, path: Path, on_learner: bool) -> list[str]:
     """Why an engine cannot hold the second model of the folder ``path``."""
-    try:
-        architecture = read_architecture(path)
-        check_weights(HFFolder(path), architecture)
-    except InputError as error:
-        return [str(error).removeprefix("model.path: ")]
+    architecture = read_architecture(path)
+    check_weights(HFFolder(path), architecture)
     is_exact = on_learner and recipe.rollout.engine == "exact"
     beyond = beyond_exact(architecture, recipe.learner.parallel.tensor) if is_exact else None
     return [f"{path}: rollout.engine: exact, but {beyond}, which it does not compute"] if beyond else []
@@ -277,23 +284,24 @@ def check_second_models(recipe: Recipe, tokenizer: Any, vocab_size: int, data_so
     """Raise `InputError` where a second model reads other tokens than the policy writes, or teaches nothing."""
     problems = []
     for key, path in second_models(recipe).items():
-        config, other = read_object(path / "config.json"), load_tokenizer(str(path))
-        size = config.get("text_config", config).get("vocab_size")
-        exactly = _is_on_learner(recipe, key)
-        if not isinstance(size, int) or size < vocab_size or (exactly and size > vocab_size):
-            problems.append(
-                f"{key}: {path / 'config.json'} has vocab_size {shown(size, 60)}, the policy's {vocab_size}; use a "
-                f"model with as many{'' if exactly else ' or more, which can read all tokens of the policy'}"
-            )
-        elif differing := set(other.get_vocab().items()) ^ set(tokenizer.get_vocab().items()):
-            text, number = min(differing, key=lambda pair: pair[::-1])
-            problems.append(
-                f"{key}: {path} has another tokenizer than the policy's model: {len(differing)} entries differ, "
-                f"the first is {shown(text, 60)} with id {number}; it would read other text than was written; use a "
-                "model of the same tokenizer"
-            )
-        elif exactly or recipe.teacher.models[key.removesuffix(".path")].engine == "vllm":
-            problems += [f"{key}: {problem}" for problem in _folder_problems(recipe, path, exactly)]
+        with _about(key, problems):
+            config, other = read_object(path / "config.json"), load_tokenizer(str(path))
+            size = config.get("text_config", config).get("vocab_size")
+            exactly = _is_on_learner(recipe, key)
+            if not isinstance(size, int) or size < vocab_size or (exactly and size > vocab_size):
+                problems.append(
+                    f"{key}: {path / 'config.json'} has vocab_size {shown(size, 60)}, the policy's {vocab_size}; use a "
+                    f"model with as many{'' if exactly else ' or more, which can read all tokens of the policy'}"
+                )
+            elif differing := set(other.get_vocab().items()) ^ set(tokenizer.get_vocab().items()):
+                text, number = min(differing, key=lambda pair: pair[::-1])
+                problems.append(
+                    f"{key}: {path} has another tokenizer than the policy's model: {len(differing)} entries differ, "
+                    f"the first is {shown(text, 60)} with id {number}; it would read other text than was written; use "
+                    "a model of the same tokenizer"
+                )
+            elif exactly or recipe.teacher.models[key.removesuffix(".path")].engine == "vllm":
+                problems += [f"{key}: {problem}" for problem in _folder_problems(recipe, path, exactly)]
     for i, teacher in enumerate(recipe.teacher.by_source if recipe.teacher is not None else ()):
         if unknown := sorted(set(teacher.data_sources) - data_sources):
             problems.append(

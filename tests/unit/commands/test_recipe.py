@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from megatron_rl.__main__ import main
 from megatron_rl.config.loader import recipe_schema
 from tests.support.tiny import REPOSITORY
@@ -17,6 +19,13 @@ def test_check_offline_goes_by_the_name(capsys):
     assert "not here  model models/Qwen3-8B-Base" in printed
     assert "megatron-rl plan" in printed
     assert main(["check", str(DENSE), "--offline", "--ranks", "6"]) == 2
+
+
+@pytest.mark.parametrize("size", ["", "two", "0", "-1", "2.5", "9" * 20])
+def test_a_number_of_ranks_that_is_none_is_answered_with_its_variable(size, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert main(["check", str(DENSE), "--offline"]) == 2
+    assert f"the environment's WORLD_SIZE: {size!r} is not a whole number from 1 to" in capsys.readouterr().err
 
 
 SCHEMA = recipe_schema()

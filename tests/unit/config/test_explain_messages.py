@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megatron_rl.config import Recipe, load_recipe
-from megatron_rl.config.base import NullIsZero, Section, Short, ShortList
+from megatron_rl.config.base import LookedUp, NullIsZero, Section, Short, ShortList
 from megatron_rl.config.explain import sections_of, tag_key, tag_of
 from megatron_rl.errors import InputError
 from tests.support.small_recipe import SOUND
@@ -198,6 +198,11 @@ def outside(field: FieldInfo) -> Iterator[tuple[Any, list[str]]]:
         for value in (float("inf"), float("-inf"), float("nan")):
             yield value, ["found ", "finite number" if float in kinds else "integer"]
         yield 2.5 if float not in kinds else "1_0", ["found "]
+        if not upper:
+            yield 2**33, ["found 8589934592", "at most 4,294,967,296"]
+    if Path in kinds or (dict not in kinds and any(isinstance(mark, LookedUp) for mark in field.metadata)):
+        for value in ("", "ü" * 128, "a/" * 2048):
+            yield value, ["found ", "each name in it up to 255"]
     if options := literals(field.annotation):
         wrong = f"{options[0]}x"
         yield [wrong] if list in kinds else wrong, [f"found '{wrong}'", *(str(option) for option in options)]
@@ -230,6 +235,12 @@ def outside(field: FieldInfo) -> Iterator[tuple[Any, list[str]]]:
         ("validation.every=2", "(set: validation.every in --set validation.every=2)"),
         ("data.train.2.path=x", "data.train is a list of 1; after it comes the number of an item (0 … 1), found '2'"),
         ("data.train.path=x", "data.train is a list of 1; after it comes the number of an item (0 … 1), found 'path'"),
+        ("batch..prompts=4", "--set 'batch..prompts=4': expected KEY.PATH=VALUE"),
+        ("Batch.prompts=4", "Batch: unknown key; did you mean 'batch'?"),
+        ("batch.foo.bar=4", "(set in --set batch.foo.bar=4)"),
+        ("learner.dtype=BF16", "did you mean 'bf16'?"),
+        ("data.train=[]", "data.train: found []; list should have at least 1 item (set in"),
+        ("run_root=7", "run_root: found 7; input is not a valid path (set in"),
         ("batch=null", "batch: found null; expected a mapping with the keys prompts, minibatches, "),
         ("rollout.num_samples=1", "objective.advantage: grpo needs rollout.num_samples of at least 2"),
     ],

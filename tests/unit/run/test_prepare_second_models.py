@@ -118,3 +118,10 @@ def test_a_layout_that_cannot_hold_a_second_model_is_named(tmp_path):
     recipe = tiny_recipe(teacher={"engine": "learner", "path": path}, learner={"parallel": {"tensor": 2}})
     with pytest.raises(InputError, match=r"teacher.path: .*learner.parallel.tensor: 2 does not divide"):
         check_recipe(recipe)
+
+
+def test_a_second_model_without_a_config_is_named_by_its_key(tmp_path):
+    recipe = tiny_recipe(teacher={"engine": "learner", "path": tmp_path}, reference={"path": tmp_path})
+    with pytest.raises(InputError, match=r"reference.path: /.*config.json does not .*\n.*teacher.path: /") as caught:
+        check_recipe(recipe)
+    assert "model.path" not in str(caught.value)
