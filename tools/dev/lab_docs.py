@@ -40,7 +40,7 @@ def render_page(results: Results) -> str:
     lines = [
         f"![curves of the study](../images/{_image(study.name)})\n",
         *runs_told(results),
-        f"Claim and setting: [study.yaml](../../{recipes}/study.yaml).\n",
+        f"[Claim and setting](../../{recipes}/study.yaml).\n",
         *_page_table(results),
     ]
     return "\n".join(lines) + "\n"
@@ -49,7 +49,7 @@ def render_page(results: Results) -> str:
 def _page_table(results: Results) -> Iterator[str]:
     """Yield a line per gate, primary and trend, with the means of the arm and of its control."""
     study, decisions = results.study.study, results.decisions()
-    yield "| compared | outcome | predicted | found (95%, seeds alike) | p (Holm) | verdict |"
+    yield "| compared | outcome | predicted | found (95%) | p (Holm) | verdict |"
     yield "|---|---|---|---|---|---|"
     for decision in decisions:
         arms = [_with_mean(results, arm, decision.outcome) for arm in (decision.name, decision.against)]

@@ -4,6 +4,12 @@ python -m tools.gpu r1 --out r1.json                    on a GPU; status 0 green
 python -m tools.gpu r1 --rehearse                       here: gloo for NCCL, CPU engines, small sizes
 python -m tools.gpu r1 --rehearse --plant rounded       with a planted fault, of which the verdict must tell
 python -m tools.gpu pack --help                         make what travels small; extension --help compiles
+
+In this order, with minutes by arithmetic; the first line of each file says what it checks:
+r1 (4)  several ranks over NCCL     r2 (4)  lost ranks, weights to servers     r3 (3)  TransformerEngine on two ranks
+r5 (3)  vLLM with TP 2              r6 (4)  speed beside vLLM and Megatron     r9 (5)  servers in flight
+r8 (8 a seed)  a learning curve: --keep FOLDER --only "pre|seed 0|curves"
+r4 (14)  the doctor, in two runs: --only rank, --only planted
 """
 
 from __future__ import annotations

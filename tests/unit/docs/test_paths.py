@@ -134,3 +134,9 @@ def test_documents_say_what_is(file):
     """History is for commit messages, and runs for the JSON beside a document."""
     text = text_of(file).lower()
     assert [phrase for phrase in HISTORY if phrase in text] == []
+
+
+def test_documents_stay_short():
+    """As `wc -w` counts README and docs: a new page pays with words of others."""
+    pages = [file for file in DOCUMENTS if "slurm" not in file.parts]
+    assert sum(len(text_of(file).split()) for file in pages) <= 25_150
