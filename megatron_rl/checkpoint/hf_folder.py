@@ -339,7 +339,7 @@ class Sampling:
 
     @classmethod
     def of(cls, chat_template: str, stop_token_ids: list[int] | None) -> Sampling:
-        """``chat_template``: as `data.prompt.chat_template`, of which a path alone can go into a folder."""
+        """Return what a folder can serve: of `data.prompt.chat_template` only a path."""
         return cls(None if chat_template in ("auto", "none") else Path(chat_template), stop_token_ids)
 
     def state(self, folder: Path) -> None:

@@ -29,7 +29,7 @@ def checkpoint_step(path: Path) -> int:
 
 
 def partial_path(final: Path) -> Path:
-    """Where a checkpoint is written before it is whole."""
+    """Return the path of a checkpoint being written."""
     return final.with_name(_PARTIAL + final.name)
 
 

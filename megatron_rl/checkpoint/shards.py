@@ -353,7 +353,7 @@ def distributed_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
 
 @torch.no_grad()
 def keep_loaded(optimizer: MegatronOptimizer) -> None:
-    """After the tensors of `optimizer_slices` were overwritten: tell the optimizer, where it keeps other copies."""
+    """Update the optimizer's other copies after the tensors of `optimizer_slices` were overwritten."""
     for chained in distributed_optimizers(optimizer):
         for parameter, _ in _owned_ranges(chained):
             chained._set_main_param_and_optimizer_states(parameter, _states(chained, parameter))

@@ -301,7 +301,7 @@ def offload_problems(recipe: RecipeSections) -> list[str]:
 
 
 def tf32_problems(recipe: RecipeSections) -> list[str]:
-    """Where products of fp32 matrices would have to be of two kinds in one process, or TF32 where there is none."""
+    """Return why one process would need two kinds of fp32 products, or TF32 where there is none."""
     learner, rollout = recipe.fp32_products
     if "tf32" not in learner | rollout:
         return []

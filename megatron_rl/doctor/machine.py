@@ -160,7 +160,7 @@ def host_memory(setting: Setting) -> Outcome:
 
 
 def wanted_host_gib(setting: Setting) -> dict[str, float]:
-    """By what `plan` puts into the host memory of a node; without a recipe, its processes."""
+    """Return a node's host memory by `plan`; without a recipe, that of its processes."""
     from megatron_rl.instruments.plan.hardware import PROCESS_GIB
 
     recipe = planned(setting)
@@ -350,7 +350,7 @@ def until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def gather(store: Any, what: str, setting: Setting, index: int, count: int, value: Any) -> list[Any]:
-    """On the first of ``count`` processes what each tells, None of one that does not in time; on the others nothing."""
+    """Return on the first of ``count`` processes the value of each, None if it is late; on the others []."""
     store.set(f"{what}/{index}", json.dumps(value))
     keys = [f"{what}/{i}" for i in range(count)]
     if index:

@@ -48,7 +48,7 @@ def make(results: Sequence[Result], setting: Setting, started: float) -> dict[st
 
 
 def unended(check: Check) -> Result:
-    """In the place of a check that runs, for a report that is written before it ends."""
+    """Return the result of a check that still runs when the report is written."""
     fix = f"Run it alone, where its log can be seen: megatron-rl doctor --only {check.name}"
     return Result(check, failed("it was running when the doctor was ended", fix), 0.0)
 

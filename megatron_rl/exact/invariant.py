@@ -69,7 +69,7 @@ def reduce_scatter_single(
 def reduce_scatter(
     output: Tensor, input_list: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
-    """``input_list``: one tensor for each rank, of any sizes; ``output``: that of this rank."""
+    """Sum over ranks: ``input_list`` has a tensor for each rank, ``output`` gets this one's."""
     if not _is_ours(op, group, async_op):
         return dist.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
     parts = output.new_empty(group.size(), *output.shape)

@@ -54,7 +54,7 @@ class _Norm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """As `torch.nn.functional.rms_norm`, over the last dimension, with a weight."""
+    """Return `torch.nn.functional.rms_norm` over the last dimension."""
     if weight is None or weight.dim() != 1 or tuple(normalized_shape) != weight.shape:
         raise NotImplementedError(f"batch-invariant norm over {tuple(normalized_shape)} of {tuple(x.shape)}")
     return _Norm.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)

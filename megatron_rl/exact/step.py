@@ -193,7 +193,7 @@ class StepForward:
         return self._config.expert_model_parallel_size > 1
 
     def begin(self, longest: int) -> None:
-        """For sequences of at most ``longest`` tokens: cosine and sine of the angle of every position."""
+        """Compute cosine and sine of the angle of each of ``longest`` positions."""
         device = next(self._module.parameters()).device
         with torch.no_grad(), batch_invariant(device):
             angles = self._module.rotary_pos_emb.rotary(longest, packed_seq=True).flatten(1)  # [M, D]

@@ -114,7 +114,7 @@ class _Graph:
 
 
 def pages_of_graphs(pages: int) -> int:
-    """At least ``pages``: few numbers, so that few graphs are made."""
+    """Round ``pages`` up to a power of two: few graphs are made."""
     return max(LEAST_PAGES, 1 << (pages - 1).bit_length())
 
 

@@ -134,7 +134,7 @@ def check_order(records: list[dict[str, float]], file: Path) -> None:
 
 
 def recipe_of(run: Run) -> dict[str, Any]:
-    """For another project's log: length-decay in mode shadow, from the highest rate that the log has."""
+    """Return a recipe for another project's log: length-decay in mode shadow, from its highest rate."""
     if not any("response_length/mean" in record for record in run.records):
         raise InputError(f"{run.path}: no response_length/mean; docs/coming-from.json has the names that are read")
     rates = [record["actor/lr"] for record in run.records if math.isfinite(record.get("actor/lr", math.nan))]

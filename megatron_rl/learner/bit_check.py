@@ -74,7 +74,7 @@ def _message(batch: Batch, index: int, token: int, logprobs: np.ndarray, where: 
 
 
 def first_divergence(learner: Learner, batch: Batch, index: int) -> str:
-    """Where generation and training first differ for one sequence. Both are computed again. Collective."""
+    """Say where generation and training, computed again, first differ for a sequence. Collective."""
     trained, generated = _trained_rows(learner, batch, index), _generated_rows(learner, batch, index)
     first_difference = None
     if trained and generated:

@@ -106,7 +106,7 @@ class GradientNoise:
         model.config.finalize_model_grads_func = self._around(model.config.finalize_model_grads_func)
 
     def begin(self, sizes: Sequence[int], total: int) -> None:
-        """Before an update. ``sizes``: sequences in each microbatch of this rank; ``total``: in the mini-batch."""
+        """Begin an update: ``sizes`` of this rank's microbatches and ``total`` of the mini-batch, in sequences."""
         self._sizes, self._total, self._forwards, self._local = list(sizes), total, 0, None
 
     def _before_forward(self, *_: Any) -> None:

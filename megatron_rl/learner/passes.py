@@ -93,7 +93,7 @@ class _Contents:
 
     @classmethod
     def of(cls, batch: Batch) -> _Contents:
-        """From whichever rank has any. Collective."""
+        """Return what any rank has. Collective."""
         routes = next((s.routed_experts for s in batch.sequences if s.routed_experts is not None), None)
         names = ("exact_logprobs", *SCORED_ARRAYS)
         present = [any(getattr(s, name) is not None for s in batch.sequences) for name in names]

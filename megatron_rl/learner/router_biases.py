@@ -58,17 +58,17 @@ class RouterBiases:
             router.frozen_expert_bias = True  # Megatron would move it before the optimizer has looked at the gradients
 
     def begin(self) -> None:
-        """Before the passes of an update: what other passes counted is no load of it."""
+        """Begin an update: forget the tokens that other passes counted."""
         for router in self._routers:
             router.local_tokens_per_expert.zero_()
 
     def take_load(self) -> None:
-        """After the passes: Megatron forgets the counts when it has reduced the gradients."""
+        """Copy an update's counts before Megatron, which reduces gradients, forgets them."""
         self._load = [router.local_tokens_per_expert.clone() for router in self._routers if self._rate]
 
     @torch.no_grad()
     def move(self) -> None:
-        """After the optimizer has applied the update: the biases go where its load moves them. Collective."""
+        """Move the biases by the update's load, after the optimizer has applied it. Collective."""
         if self._load:
             biases = [router.expert_bias for router in self._routers]
             moved = _MEGATRON.get_updated_expert_bias(torch.stack(self._load), torch.stack(biases), self._rate)

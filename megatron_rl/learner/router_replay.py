@@ -218,7 +218,7 @@ class RouterReplayer:
         self._flips.append(torch.stack([counted, flips]).to(torch.uint8))
 
     def scores(self) -> RouterScores:
-        """Of the forward pass just done. Call it inside `forward`, with scores kept."""
+        """Return the last forward pass's scores; inside `forward`, if it keeps them."""
         experts, log_scores = zip(*(router.scores for router in self.routers), strict=True)
         return RouterScores(torch.stack(experts, dim=1), torch.stack(log_scores, dim=1))
 

@@ -17,12 +17,12 @@ _HEAD = "What `megatron-rl patch` changed here. It reads this file; `megatron-rl
 
 
 def place_of(series: Series) -> str:
-    """Where the record stands in the tree."""
+    """Return the record's path."""
     return f"{series.pins['Root']}/patches.diff"
 
 
 def wanted_place(series: Series) -> str:
-    """Where the record of what a command wants stands while it is at work."""
+    """Return the path of a running command's record."""
     return f"{place_of(series)}.wanted"
 
 

@@ -54,7 +54,7 @@ def gather_objects(item: T) -> list[T]:
 
 
 def gather_to_main(item: T) -> list[T] | None:
-    """As `gather_objects`, on rank 0 alone; None on the others."""
+    """Return all ranks' items on rank 0, None on the others."""
     if world_size() == 1:
         return [item]
     items: list[Any] | None = [None] * world_size() if world_rank() == 0 else None

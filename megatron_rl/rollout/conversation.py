@@ -354,7 +354,7 @@ class Client:
     async def sample(
         self, tokens: Sequence[int], max_tokens: int | None, stop_token_ids: Sequence[int], first_row: int = 0
     ) -> Turn:
-        """As `generate`. ``first_row``: routes of tokens before it are known."""
+        """Sample as `generate`, with routes of tokens from ``first_row`` on."""
         tokens, stops = self.token_ids(tokens, "generate"), self.token_ids(stop_token_ids, "generate: stop_token_ids")
         room = len(self._request.prompt.tokens) + self._sampling.max_response_length - len(tokens)
         if not tokens or room < 1:

@@ -31,7 +31,7 @@ REQUIRED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def settle_sums(config: RolloutConfig, device: str) -> None:
-    """Before an engine starts on CUDA: `choose_kernels`, or `InputError` where its ranks cannot add up their parts."""
+    """Call `choose_kernels` on CUDA, or raise `InputError` where an engine's ranks cannot add up their parts."""
     if device == "cpu":
         return
     if problem := sharing_problem(config, torch.cuda.device_count()):
@@ -148,7 +148,7 @@ def global_rng_untouched() -> Iterator[None]:
 
 @contextmanager
 def compilation(allowed: bool) -> Iterator[None]:
-    """Unless ``allowed``, functions marked for torch.compile run as they are written.
+    """Switch torch.compile off unless ``allowed``: functions run as written.
 
     vLLM compiles one small function of its sampler even in eager mode, which on a CPU costs seconds and needs a C++
     compiler that a bare machine may lack.

@@ -183,7 +183,7 @@ def delete_batch(folder: Path, step: int) -> bool:
 
 
 def keep_batch(folder: Path, step: int) -> None:
-    """From now on `delete_batch` leaves the step's batch."""
+    """Protect the step's batch from `delete_batch`."""
     path = batch_path(folder, step)
     write_whole(path, json.dumps(read_description(path) | {"kept": True}))
 

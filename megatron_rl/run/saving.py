@@ -95,7 +95,7 @@ class Saving:
         self._say(f"{error}; the run goes on and tries again after the next step", style="bold red")
 
     def leave(self) -> None:
-        """At the end of the process: wait for this rank's thread, which may still write where an error ends the run."""
+        """Wait at the process's end for this rank's thread, which may still write after an error."""
         if self._pending is not None:
             self._pending.wait(EXIT_WAIT_S)
 

@@ -177,7 +177,7 @@ def _offsets(places: tuple[int, ...], element: int, device: torch.device) -> tor
 
 
 def weight_offsets(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Where experts' weights lie from the first one on. Made once a place in memory: weights stay where they are."""
+    """Return the offsets of experts' weights in memory from the first one, made once for each place."""
     places = tuple(weight.data_ptr() for weight in weights)
     return _offsets(places, weights[0].element_size(), weights[0].device)
 

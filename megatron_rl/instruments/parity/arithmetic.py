@@ -58,7 +58,7 @@ class Bounded:
         return cls(value, torch.zeros_like(value))
 
     def rounded(self, to: Rounding, times: int = 1) -> Bounded:
-        """After ``times`` further roundings."""
+        """Allow ``times`` more roundings."""
         return Bounded(self.value, self.error + times * (to.unit * (self.value.abs() + self.error) + to.tiny))
 
     def view(self, *shape: int) -> Bounded:
@@ -382,7 +382,7 @@ class Rotation:
 
 
 def rotation_of(rope: dict[str, Any], theta: float, width: int, longest: int) -> Rotation | None:
-    """Of ``width`` numbers of a head, as ``rope`` says (`rope_parameters` or `rope_scaling`). None: an unknown kind.
+    """Return the rotation of ``width`` numbers of a head by ``rope`` (a model's section); None: an unknown kind.
 
     ``longest``: `max_position_embeddings`."""
     plain = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)

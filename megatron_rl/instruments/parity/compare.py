@@ -71,7 +71,7 @@ class Comparison:
 
     @property
     def failures(self) -> list[OperatorError]:
-        """In the order of the pass."""
+        """Sorted as the pass runs."""
         return sorted((e for e in self.errors if not e.passes), key=lambda e: place(e.tap))
 
     @property

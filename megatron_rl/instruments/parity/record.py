@@ -40,7 +40,7 @@ attention's gate `q_gate`. `qkv` … `a`: projections of a delta net; `delta`: w
 
 
 def place(tap: str) -> tuple[int, int]:
-    """Where a tap stands in the pass, to be sorted by."""
+    """Return a key that sorts taps as the pass runs."""
     layer, _, name = tap.rpartition(".")
     if layer:
         return int(layer), IN_LAYER.index(name)

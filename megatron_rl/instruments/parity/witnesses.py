@@ -78,7 +78,7 @@ def of_model(model: Path, dtype: str, tokens: Sequence[Sequence[int]] = (), devi
 
 
 def of_types(recipe: Recipe, device: str = "auto") -> Setup:
-    """Of a recipe's model in its types, on one rank, with vLLM's weights as they are."""
+    """Set up a recipe's model in its types, on one rank, with weights not rounded."""
     rollout = RolloutConfig.model_validate({"dtype": recipe.rollout.dtype, "max_response_length": 1})
     learner = LearnerConfig(dtype=recipe.learner.dtype)
     return _checked(Setup(recipe.model.path, learner, rollout, (), recipe.precision, device))
@@ -170,7 +170,7 @@ def _numbers(a: Architecture) -> int:
 
 
 def layers_that_fit(setup: Setup, a: Architecture, free_gib: float, most: int) -> int:
-    """So many of the first layers of ``a``, up to ``most``, fit into ``free_gib`` of host memory; 0: too few do."""
+    """Return how many first layers of ``a``, up to ``most``, fit into ``free_gib`` of the host; 0: too few."""
     for number in range(min(most, a.num_layers), fewest_layers(a) - 1, -1):
         if host_gib(setup, first_layers_of(a, number)) <= free_gib:
             return number
@@ -344,7 +344,7 @@ def first_layers_of(a: Architecture, num_layers: int) -> Architecture:
 
 
 def fewest_layers(a: Architecture) -> int:
-    """So many that one has experts, if any has, and one attention."""
+    """Count layers up to the first attention and first experts."""
     of_attention = a.linear_layers.index(False) + 1 if a.linear else 1
     return max(of_attention, a.moe_layers.index(True) + 1 if a.is_moe else 1)
 

@@ -413,7 +413,7 @@ def write_table(run_dir: Path, content: dict[str, Any]) -> None:
 
 
 def read_table(run_dir: Path) -> dict[str, Any] | None:
-    """None where the run has not written one."""
+    """Read the table; None: there is none."""
     try:
         return json.loads(table_path(run_dir).read_text())
     except (OSError, ValueError):

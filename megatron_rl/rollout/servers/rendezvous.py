@@ -50,7 +50,7 @@ def read_token() -> str | None:
 
 
 def require_token() -> str:
-    """As `read_token`, but a missing one is an `InputError`."""
+    """Return the token. Raises `InputError` without one."""
     token = read_token()
     if token is None:
         raise InputError(

@@ -264,7 +264,7 @@ class RunServers:
         self._relaunches = False  # at the start, a server that ends is an error
 
     def token(self) -> str:
-        """On rank 0: that of the environment, or a new one for servers of our own."""
+        """Return the environment's token, or a new one for servers of our own."""
         return (read_token() or secrets.token_hex(32)) if self._config.servers.launch else require_token()
 
     def start(self, token: str, recipe_file: Path | None) -> Started:
@@ -288,7 +288,7 @@ class RunServers:
         return Started(described[0], token, prefix)
 
     def follow(self, started: Started) -> None:
-        """On the other ranks that fetch: see the servers as rank 0 does."""
+        """Let the other ranks that fetch see the servers as rank 0."""
         if not self.main.works or self.main.is_this:
             return
         board, servers = StoreBoard(started.board), self._config.servers
@@ -308,7 +308,7 @@ class RunServers:
         self.members = self.main.submit(follow()).result()
 
     def publish(self) -> None:
-        """On rank 0, when all followers are there."""
+        """Publish once all followers are there."""
         if self._publisher is not None:
             self.main.submit(self._publisher.start()).result()
 

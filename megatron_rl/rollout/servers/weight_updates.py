@@ -317,7 +317,7 @@ class WeightUpdates:
         self.broadcaster = Broadcaster(self._main, partial(checked, shapes=shapes), config.why_files)
 
     def open_folder(self) -> None:
-        """On rank 0. Raises `InputError` where the folder cannot be used."""
+        """Open the folder on rank 0. Raises `InputError` if it cannot."""
         self._folder = WeightFolder(
             self._config.servers.weights_dir or self._run_dir / "servers" / "weights", self._run_dir
         )
