@@ -160,15 +160,11 @@ def tap_delta_net(stack: ExitStack, keep: Keep, mixer: torch.nn.Module) -> None:
     on_input(stack, mixer.out_proj, lambda inputs: keep("delta_norm", inputs[0].flatten(0, -2)))
 
 
-def watched_rule(keep: Keep, key_heads: Callable[[], int], rule: Callable) -> Callable:
-    """``rule`` of transformers, which keeps what it is given: [B, tokens, heads, …], queries and keys repeated."""
-
-    def watched(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **options: Any) -> Any:
-        repeat = query.size(2) // key_heads()
-        parts = (query[:, :, ::repeat], key[:, :, ::repeat], value)
-        keep("conv", torch.cat([part.flatten(2) for part in parts], -1).flatten(0, 1))
-        keep("decay", g.flatten(0, 1))
-        keep("strength", beta.flatten(0, 1))
-        return rule(query, key, value, g=g, beta=beta, **options)
-
-    return watched
+def keep_rule(keep: Keep, heads: Callable[[], int], _: Any, *qkv: Tensor, g: Tensor, beta: Tensor, **__: Any) -> None:
+    """What transformers' rule was given: [B, tokens, heads, …], queries and keys repeated. ``heads``: of keys."""
+    query, key, value = qkv
+    repeat = query.size(2) // heads()
+    parts = (query[:, :, ::repeat], key[:, :, ::repeat], value)
+    keep("conv", torch.cat([part.flatten(2) for part in parts], -1).flatten(0, 1))
+    keep("decay", g.flatten(0, 1))
+    keep("strength", beta.flatten(0, 1))

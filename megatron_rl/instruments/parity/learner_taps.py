@@ -25,6 +25,7 @@ from megatron_rl.instruments.parity.record import (
     ExpertRows,
     Record,
     flat_tokens,
+    on_call,
     on_input,
     on_output,
     replaced,
@@ -264,23 +265,14 @@ def _tap_delta_net(stack: ExitStack, record: Record, number: int, mixer: torch.n
     if mixer.cp_size > 1:
         return
 
-    def prepared(prepare: Any) -> Any:
-        def watched(qkv: Tensor, *args: Any) -> Any:
-            keep(("conv",), sections(qkv, sizes[:3]))
-            return prepare(qkv, *args)
+    def prepared(_: Any, qkv: Tensor, *args: Any) -> None:
+        keep(("conv",), sections(qkv, sizes[:3]))
 
-        return watched
+    def ruled(result: Any, *args: Any, g: Tensor, beta: Tensor, **options: Any) -> None:
+        keep(("decay", "strength", "delta"), [columns(x) for x in (g, beta, result[0].flatten(2))])
 
-    def ruled(rule: Any) -> Any:
-        def watched(*args: Any, g: Tensor, beta: Tensor, **options: Any) -> Any:
-            result = rule(*args, g=g, beta=beta, **options)
-            keep(("decay", "strength", "delta"), [columns(x) for x in (g, beta, result[0].flatten(2))])
-            return result
-
-        return watched
-
-    stack.enter_context(replaced(mixer, "_prepare_input_for_gated_delta_rule", prepared))
-    stack.enter_context(replaced(mixer, "gated_delta_rule", ruled))
+    on_call(stack, mixer, "_prepare_input_for_gated_delta_rule", prepared)
+    on_call(stack, mixer, "gated_delta_rule", ruled)
 
 
 def _tap_latent(stack: ExitStack, record: Record, number: int, keep: Any, attention: torch.nn.Module) -> None:
@@ -305,18 +297,12 @@ def _tap_latent(stack: ExitStack, record: Record, number: int, keep: Any, attent
 
     on_output(stack, attention.linear_kv_up_proj, split)
 
-    def heads_of(get: Any) -> Any:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            tensors = get(*args, **kwargs)
-            # [N, b, heads, D] or, packed, [N, heads, D]
-            query, key = (x[..., config.qk_head_dim :] for x in tensors[:2])
-            record.keep(f"{number}.q_rope", columns(query.flatten(-2)))
-            record.keep(f"{number}.k_rope", key[..., 0, :].flatten(0, -2))  # all heads have the same
-            return tensors
+    def heads_of(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        query, key = (x[..., config.qk_head_dim :] for x in tensors[:2])  # [N, b, heads, D] or, packed, [N, heads, D]
+        record.keep(f"{number}.q_rope", columns(query.flatten(-2)))
+        record.keep(f"{number}.k_rope", key[..., 0, :].flatten(0, -2))  # all heads have the same
 
-        return watched
-
-    stack.enter_context(replaced(attention, "get_query_key_value_tensors", heads_of))
+    on_call(stack, attention, "get_query_key_value_tensors", heads_of)
 
 
 def _tap_heads(stack: ExitStack, record: Record, number: int, attention: torch.nn.Module) -> None:
@@ -373,15 +359,10 @@ def _without_taps(attention: torch.nn.Module) -> Iterator[None]:
 def _tap_experts(stack: ExitStack, record: Record, number: int, moe: torch.nn.Module) -> None:
     router = moe.router
 
-    def gating(gate: Any) -> Any:
-        def watched(x: Tensor) -> Tensor:
-            logits = gate(x)
-            record.keep(f"{number}.router_logits", rows(logits.view(*x.shape[:-1], -1)))
-            return logits
+    def gated(logits: Tensor, x: Tensor) -> None:
+        record.keep(f"{number}.router_logits", rows(logits.view(*x.shape[:-1], -1)))
 
-        return watched
-
-    stack.enter_context(replaced(router, "gating", gating))
+    on_call(stack, router, "gating", gated)
 
     def routed(output: tuple[Tensor, Tensor]) -> None:
         probs, chosen = (_gathered(part.detach().contiguous(), 0) for part in output)

@@ -185,6 +185,20 @@ def replaced(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Ite
             delattr(owner, name)
 
 
+def on_call(stack: ExitStack, owner: Any, name: str, see: Callable[..., None]) -> None:
+    """Give ``see`` what each call of ``owner.name`` returns, then its arguments, until ``stack`` closes."""
+
+    def make(call: Callable) -> Callable:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            see(result, *args, **kwargs)
+            return result
+
+        return watched
+
+    stack.enter_context(replaced(owner, name, make))
+
+
 def on_output(stack: ExitStack, module: torch.nn.Module, see: Callable[[Any], None]) -> None:
     """Give ``see`` what comes out of ``module``, until ``stack`` closes."""
     stack.callback(module.register_forward_hook(lambda _module, _inputs, output: see(output)).remove)

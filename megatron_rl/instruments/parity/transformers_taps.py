@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from megatron_rl.instruments.parity.delta_net import tap_delta_net, watched_rule
+from megatron_rl.instruments.parity.delta_net import keep_rule, tap_delta_net
 from megatron_rl.instruments.parity.record import (
     Record,
     flat_tokens,
     joined,
+    on_call,
     on_input,
     on_output,
     replaced,
@@ -63,23 +64,18 @@ def tapped(model: torch.nn.Module, record: Record) -> Iterator[None]:
             _tap_layer(stack, record, number, layer, current)
         on_output(stack, decoder.norm, lambda out: record.keep("final_norm", out[0]))
 
-        def with_rope(rotate: Any) -> Any:
-            def watched(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-                rotated = rotate(*args, **kwargs)
-                for which, value in zip("qk", rotated, strict=True):
-                    record.keep(f"{current[0]}.{which}_rope", value[0].transpose(0, 1).flatten(1))
-                return rotated
-
-            return watched
+        def rotated(output: tuple[Tensor, Tensor], *_: Any, **__: Any) -> None:
+            for which, value in zip("qk", output, strict=True):
+                record.keep(f"{current[0]}.{which}_rope", value[0].transpose(0, 1).flatten(1))
 
         has_pairs = getattr(model.config, "kv_lora_rank", None) and model.config.rope_interleave
         rotate = "apply_rotary_pos_emb_interleave" if has_pairs else "apply_rotary_pos_emb"
         source = sys.modules[type(decoder).__module__]
-        stack.enter_context(replaced(source, rotate, with_rope))
+        on_call(stack, source, rotate, rotated)
         if hasattr(model.config, "linear_num_key_heads"):
             keep = lambda name, rows: record.keep(f"{current[0]}.{name}", rows)  # noqa: E731
-            make = partial(watched_rule, keep, lambda: model.config.linear_num_key_heads)
-            stack.enter_context(replaced(source, "torch_chunk_gated_delta_rule", make))
+            see = partial(keep_rule, keep, lambda: model.config.linear_num_key_heads)
+            on_call(stack, source, "torch_chunk_gated_delta_rule", see)
         yield
 
 

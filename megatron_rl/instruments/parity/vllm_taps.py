@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from megatron_rl.instruments.parity.arithmetic import halves_of_pairs
-from megatron_rl.instruments.parity.delta_net import tap_delta_net, watched_rule
+from megatron_rl.instruments.parity.delta_net import keep_rule, tap_delta_net
 from megatron_rl.instruments.parity.record import (
     Record,
     flat_tokens,
     joined,
+    on_call,
     on_input,
     on_output,
     replaced,
@@ -71,6 +72,13 @@ class _Seen:
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.logits: list[tuple[Tensor, Tensor]] = []  # inputs [n, width] and logits [n, V]
+
+    def rows(self, _: Any, input_ids: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.tokens += input_ids.tolist()
+        self.positions += positions.tolist()
+
+    def head(self, logits: Tensor, _: torch.nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.logits.append((hidden.detach().cpu().clone(), logits.detach().cpu().clone()))
 
 
 def _empty(engine: VllmGenerator, witness: str, sequences: Sequence[Sequence[int]], product: float) -> Record:
@@ -142,7 +150,7 @@ def _tapped(engine: VllmGenerator, record: Record) -> Iterator[_Seen]:
     model, seen = model_of(engine), _Seen()
     decoder = model.model
     with ExitStack() as stack:
-        stack.enter_context(replaced(decoder, "forward", partial(_with_positions, seen)))
+        on_call(stack, decoder, "forward", seen.rows)
         on_output(stack, part_of(decoder, "embed_tokens"), partial(record.keep, "embedding"))
         current: list[int] = []  # the layer that runs: layers share their rotary embedding
         for number, layer in enumerate(decoder.layers):
@@ -152,26 +160,8 @@ def _tapped(engine: VllmGenerator, record: Record) -> Iterator[_Seen]:
         last = len(decoder.layers) - 1
         scale = _scale_of_residual(decoder.layers[last], record)
         on_output(stack, decoder.norm, partial(_keep_norm, record, "final_norm", f"{last}.output", scale))
-        stack.enter_context(replaced(model.logits_processor, "forward", partial(_with_logits, seen)))
+        on_call(stack, model.logits_processor, "forward", seen.head)
         yield seen
-
-
-def _with_positions(seen: _Seen, forward: Any) -> Any:
-    def watched(input_ids: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.tokens += input_ids.tolist()
-        seen.positions += positions.tolist()
-        return forward(input_ids, positions, *args, **kwargs)
-
-    return watched
-
-
-def _with_logits(seen: _Seen, forward: Any) -> Any:
-    def watched(head: torch.nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        logits = forward(head, hidden, *args, **kwargs)
-        seen.logits.append((hidden.detach().cpu().clone(), logits.detach().cpu().clone()))
-        return logits
-
-    return watched
 
 
 def _keep_norm(record: Record, tap: str, before: str, scale: float, output: Any) -> None:
@@ -276,9 +266,9 @@ def has_gate(attention: torch.nn.Module) -> bool:
 def _tap_rules(stack: ExitStack, record: Record, layers: Any, current: list[int]) -> None:
     """Rules of delta nets, where they are transformers': on a CPU, but not in bf16."""
     keep = lambda name, rows: record.keep(f"{current[0]}.{name}", rows)  # noqa: E731
-    make = partial(watched_rule, keep, lambda: layers[current[0]].linear_attn.num_k_heads)
+    see = partial(keep_rule, keep, lambda: layers[current[0]].linear_attn.num_k_heads)
     for rule in ("_of_prompt", "_of_token"):
-        stack.enter_context(replaced(delta_net, rule, make))
+        on_call(stack, delta_net, rule, see)
 
 
 def _tap_projection(stack: ExitStack, keep: Any, attention: torch.nn.Module) -> None:
