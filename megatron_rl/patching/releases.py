@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.patching.series import Files, GitMissing, PatchError, Series, run_git
+from megatron_rl.patching.series import Files, PatchError, Series
 from megatron_rl.shipped import shipped
 
 _PACKAGE_INFO = Path("megatron/core/package_info.py")
@@ -108,17 +108,6 @@ def version_of(root: Path) -> str | None:
     return number + parts.get("PRE_RELEASE", "")
 
 
-def commit_of(root: Path) -> str | None:
-    """The commit of a git checkout; None: it is none, or there is no git."""
-    if not (root / ".git").exists():
-        return None
-    try:
-        done = run_git(root, "rev-parse", "--short", "HEAD")
-    except GitMissing:
-        return None
-    return done.stdout.decode().strip() if done.returncode == 0 else None
-
-
 def _number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
@@ -141,8 +130,8 @@ class Target:
         """The name of the tree's kind in messages."""
         if self.version is not None:
             return f"installed package {self.version}"
-        commit, version = commit_of(self.root), version_of(self.root)
-        kind = f"git checkout, commit {commit}" if commit else "unpacked tree"
+        version = version_of(self.root)
+        kind = "git checkout" if (self.root / ".git").exists() else "unpacked tree"
         return f"{kind}, version {version}" if version else kind
 
     def record(self, pristine: Files, wanted: Files) -> tuple[Files, Files]:

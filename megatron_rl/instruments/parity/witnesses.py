@@ -9,11 +9,10 @@ import gc
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,9 +47,6 @@ LENGTHS = (70, 24, 9)
 """Tokens of the sequences where none are given: one is longer than a block of vLLM's cache (64 on a CPU) and of exact
 mode's, and all are packed into one row of the learner."""
 _TF32_PRODUCT = 2.0**-10  # both factors are rounded to 11 bits
-
-Around = Callable[[str, Any], AbstractContextManager]
-"""A context around the pass of a witness: gets its name and its model (of vLLM, the engine)."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +207,7 @@ def _checked(setup: Setup) -> Setup:
     return setup
 
 
-def collect(setup: Setup, around: Around = lambda name, model: nullcontext()) -> list[Record]:
+def collect(setup: Setup) -> list[Record]:
     """Records of all witnesses of ``setup``. Collective; those of the engines are whole on every rank."""
     architecture = read_architecture(setup.model)
     parallel = setup.learner.parallel
@@ -222,18 +218,18 @@ def collect(setup: Setup, around: Around = lambda name, model: nullcontext()) ->
     setup = replace(setup, device=device.type)
     records: list[Record] = []
     if "transformers" in setup.witnesses and world_rank() == 0:
-        records.append(_run_transformers(setup, around))
+        records.append(_run_transformers(setup))
     if "learner" in setup.witnesses:
-        with learner_model(setup, architecture) as module, around("learner", module):
+        with learner_model(setup, architecture) as module:
             records.append(learner_record(setup, architecture, module))
     has_exact = beyond_exact(architecture, parallel.tensor) is None and parallel.context == 1 and device.type == "cpu"
     if "exact" in setup.witnesses and has_exact:
-        with learner_model(setup, architecture, exact=True) as module, around("exact", module):
+        with learner_model(setup, architecture, exact=True) as module:
             records.append(learner_record(setup, architecture, module, exact=True))
             if world_size() == 1:
                 hold_against_generation(records[-1], module, architecture.vocab_size)
     if "vllm" in setup.witnesses:
-        with closing(start_engine(setup)) as engine, around("vllm", engine):
+        with closing(start_engine(setup)) as engine:
             records += vllm_records(setup, engine)
     return records
 
@@ -297,10 +293,9 @@ def hold_against_generation(record: Record, module: torch.nn.Module, vocabulary:
     record.generation = (len(rows), sorted(different, key=place))
 
 
-def _run_transformers(setup: Setup, around: Around) -> Record:
+def _run_transformers(setup: Setup) -> Record:
     model = transformers_taps.load(setup.model, DTYPES[setup.learner.dtype])
-    with around("transformers", model):
-        record = transformers_taps.taps_of(model, setup.sequences, setup.temperature)
+    record = transformers_taps.taps_of(model, setup.sequences, setup.temperature)
     del model
     gc.collect()
     return record
