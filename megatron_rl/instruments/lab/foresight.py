@@ -103,19 +103,14 @@ def power_of_t(noncentrality: float, degrees: int, level: float) -> float:
     """
     if degrees < 1:
         return 0.0
-    bound = float(stats.t.ppf(1 - level / 2, degrees))
-
-    half = degrees / 2
-    scale = math.log(2) + half * math.log(half) - math.lgamma(half)
+    bound, sampled = float(stats.t.ppf(1 - level / 2, degrees)), stats.chi(degrees, scale=degrees**-0.5)
 
     def rejects(deviation: float) -> float:
-        """For a sampled standard deviation in units of the true one, √(χ²/degrees), times the density of it."""
-        density = math.exp(scale + special.xlogy(degrees - 1, deviation) - half * deviation**2)
-        return density * (
-            special.ndtr(noncentrality - bound * deviation) + special.ndtr(-bound * deviation - noncentrality)
-        )
+        """For a sampled standard deviation in units of the true one, times the density of it."""
+        ends = noncentrality - bound * deviation, -bound * deviation - noncentrality
+        return sampled.pdf(deviation) * sum(map(special.ndtr, ends))
 
-    around, most = noncentrality / bound, math.sqrt(stats.chi2.isf(1e-14, degrees) / degrees)
+    around, most = noncentrality / bound, float(sampled.isf(1e-14))
     points = sorted({min(max(point, 0.0), most) for point in (around, 0.9 * around, 1.1 * around, 1.0)} - {0.0, most})
     return min(1.0, float(integrate.quad(rejects, 0.0, most, points=points, limit=400, epsabs=1e-12)[0]))
 
