@@ -145,7 +145,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.slurm:
         from megatron_rl.instruments.lab.runner import submit
 
-        _say_states(submit(runner, now.jobs, options.sbatch, _say))
+        _say_states(submit(runner, now.jobs, options.sbatch))
         _say_rest(now)
         return EXIT_DONE
     with outlasting_readers(f"{root} has the runs' logs"), taking(SIGNALS, lambda *_: runner.stop()):

@@ -140,6 +140,11 @@ class Job:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def settings(self) -> list[str]:
+        """Return the options of `train` for its recipe."""
+        return [part for override in self.overrides for part in ("--set", override)]
+
 
 def run_name(arm: str, seed: int) -> str:
     """Return the name of a run and of its folder."""

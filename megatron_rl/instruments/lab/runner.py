@@ -168,8 +168,7 @@ class StudyRunner:
         self.stopping = False
 
     def _train(self, job: Job) -> list[str]:
-        overrides = [part for override in job.overrides for part in ("--set", override)]
-        return [sys.executable, "-m", "megatron_rl", "train", str(self.study.base), *overrides, "--resume", "auto"]
+        return [sys.executable, "-m", "megatron_rl", "train", str(self.study.base), *job.settings, "--resume", "auto"]
 
     def state(self, job: Job) -> State:
         """Return the state of ``job`` on disk."""
@@ -322,9 +321,7 @@ def job_name(runner: StudyRunner, job: Job) -> str:
     return f"{runner.study.study.name}-{job.name}"
 
 
-def submit(
-    runner: StudyRunner, jobs: Sequence[Job], options: Sequence[str], say: Callable[[str], None] = print
-) -> dict[str, str]:
+def submit(runner: StudyRunner, jobs: Sequence[Job], options: Sequence[str]) -> dict[str, str]:
     """Submit runs that are neither finished nor in the queue; return the state of each run, or "in the queue".
 
     ``options`` are sbatch's: nodes, GPUs, time, account. Raises `InputError` if slurm/submit.sh refuses a run, or
@@ -343,21 +340,14 @@ def submit(
             continue
         output = _output(_command(repository, runner, job, options))
         states[job.name] = "in the queue"
-        say(f"{job}: {output.strip().splitlines()[-1]}")
+        runner.say(f"{job}: {output.strip().splitlines()[-1]}")
     return states
 
 
 def _command(repository: Path, runner: StudyRunner, job: Job, options: Sequence[str]) -> list[str]:
-    scripts = repository / "slurm"
-    settings = [part for override in job.overrides for part in ("--set", override)]
+    submit, script = (str(repository / "slurm" / name) for name in ("submit.sh", "train.sbatch"))
     named = [f"--job-name={job_name(runner, job)}", *options]
-    return [
-        str(scripts / "submit.sh"),
-        *named,
-        str(scripts / "train.sbatch"),
-        str(runner.study.base.resolve()),
-        *settings,
-    ]
+    return [submit, *named, script, str(runner.study.base.resolve()), *job.settings]
 
 
 def _output(command: list[str]) -> str:

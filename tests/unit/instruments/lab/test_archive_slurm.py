@@ -60,7 +60,7 @@ def test_what_is_missing_is_submitted_once(study, slurm):
     status.mkdir(parents=True)
     (status / "0").write_text("3")  # an alarm ended it
     (slurm / "queue").write_text(f"servers-{jobs[2].name}\n")
-    states = running.submit(runner, jobs, ["--nodes=4"], lambda _: None)
+    states = running.submit(runner, jobs, ["--nodes=4"])
     assert list(states.values()) == ["done", "ended", "in the queue", "in the queue"]
     (call,) = (slurm / "calls").read_text().splitlines()
     assert call.startswith(f"--job-name=servers-{jobs[3].name} --nodes=4 {slurm}/checkout/slurm/train.sbatch {LAB}")
