@@ -25,7 +25,7 @@ from megatron_rl.errors import InputError, shown
 from megatron_rl.model.architecture import Architecture
 from megatron_rl.process.user_functions import load_function
 from megatron_rl.rollout.chat import Chat
-from megatron_rl.rollout.generator import LegCounts, RolloutError, Sampling, sampling_fields
+from megatron_rl.rollout.generator import TOO_SHORT, LegCounts, RolloutError, Sampling, sampling_fields
 from megatron_rl.rollout.requests import Request, Sealed, make_rollout
 from megatron_rl.routing import checksums_from_row, joined_checksums, route_checksums
 from megatron_rl.types import FinishReason, Prompt, Rollout
@@ -45,6 +45,7 @@ class Talk:
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     chat: Chat | None = None  # None: there is no chat template
+    shortest: int = 1  # tokens that the engine can begin with (`generator.shortest_prompt`)
 
 
 def load_talk(
@@ -309,7 +310,7 @@ class Client:
         self.encode, self.decode, self.vocab_size = talk.encode, talk.decode, vocab_size
         self.seed = request.seed  # of the response: for random numbers of the function's own
         self.sequence_id = request.sequence_id
-        self._chat = talk.chat
+        self._chat, self._shortest = talk.chat, talk.shortest
         self._request, self._requests, self._sampling, self._stops = request, requests, sampling, stops
         self._num_requests = 0
         self.num_endpoints = 0
@@ -362,6 +363,8 @@ class Client:
                 f"generate: {len(tokens)} tokens leave no room to sample one; prompt and "
                 f"rollout.max_response_length make {len(tokens) + room}"
             )
+        if len(tokens) < self._shortest:
+            raise RolloutError(f"generate: {len(tokens)} token; {TOO_SHORT}")
         if max_tokens is not None and max_tokens < 1:
             raise RolloutError(f"generate: max_tokens is {max_tokens}; use 1 or more")
         seed = turn_seed(self._request.seed, self._num_requests)

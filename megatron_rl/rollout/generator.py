@@ -12,6 +12,7 @@ import torch
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sections import ValidationConfig
 from megatron_rl.errors import Fault, InputError
+from megatron_rl.model.architecture import Architecture
 from megatron_rl.types import MAX_LOGPROB, Group, Prompt, Rollout, Scores
 
 
@@ -292,12 +293,22 @@ def check_token_versions(name: str, versions: np.ndarray, begun_with: int, exact
     return 1 + int(np.count_nonzero(np.diff(versions)))
 
 
+TOO_SHORT = (
+    "vLLM would begin it with the state of another sequence: give two tokens, or set rollout.enforce_eager: true"
+)
+
+
+def shortest_prompt(architecture: Architecture, eager: bool) -> int:
+    """Return 2 where vLLM would take a prompt of one token for a step of decoding (see `delta_net`), else 1."""
+    return 1 if architecture.linear is None or eager else 2
+
+
 def check_lengths(
     prompts: list[Prompt], sampling: Sampling, max_prompt_length: int, max_response_length: int, shortest: int = 1
 ) -> None:
     """Raise `InputError` where ``prompts`` or ``sampling`` go beyond what the engine was started for.
 
-    ``shortest``: 2 where vLLM would take a prompt of one token for a step of decoding (see `delta_net`).
+    ``shortest``: see `shortest_prompt`.
     """
     if sampling.max_response_length > max_response_length:
         raise InputError(
@@ -308,7 +319,7 @@ def check_lengths(
         if not shortest <= len(prompt.tokens) <= max_prompt_length:
             raise InputError(
                 f"prompt {prompt.id!r} has {len(prompt.tokens)} tokens; {shortest} … {max_prompt_length} are allowed "
-                "(data.prompt.max_length)"
+                f"({TOO_SHORT if len(prompt.tokens) == 1 else 'data.prompt.max_length'})"
             )
 
 

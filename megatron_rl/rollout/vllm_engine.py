@@ -25,6 +25,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -65,6 +66,7 @@ from megatron_rl.rollout.generator import (
     sampling_fields,
     sampling_params,
     scoring_params,
+    shortest_prompt,
     throughput,
 )
 from megatron_rl.rollout.requests import (
@@ -111,8 +113,7 @@ class VllmGenerator:
         talk: Talk | None = None,
         sleeps: bool = True,
     ) -> None:
-        self._config, self._decode, self._device = config, decode, device
-        self._sleeps = sleeps
+        self._config, self._decode, self._device, self._sleeps = config, decode, device, sleeps
         self._precision = precision or PrecisionConfig()
         self._architecture = read_architecture(model_path)
         self._rank, world_size = _rank_in_world()
@@ -129,7 +130,8 @@ class VllmGenerator:
         self._shapes = model_shapes(self._architecture)
         self._policy_version, self._broken, self._stats = 0, "", {}
         self._listener: Listener | None = None
-        self._talk = talk
+        self._shortest = shortest_prompt(self._architecture, runs_eagerly(config, device))
+        self._talk = talk and replace(talk, shortest=self._shortest)
         self._wants_weights = self._wants_cache = False  # since they were given up in `sleep`
         start = time.perf_counter()
         kinds = rollout_fp32_products(config.dtype, self._precision)
@@ -167,9 +169,7 @@ class VllmGenerator:
         if self._wants_weights:
             raise RolloutError("the engine gave up its weights while it slept: `wake`, then `refit`")
         check_version("the engine holds", self._policy_version, policy_version)
-        reads_one = self._architecture.linear is None or runs_eagerly(self._config, self._device)
-        most = self._max_prompt_length, self._config.max_response_length
-        check_lengths(prompts, sampling, *most, 1 if reads_one else 2)
+        check_lengths(prompts, sampling, self._max_prompt_length, self._config.max_response_length, self._shortest)
         requests = make_requests(prompts, num_samples, seed=self._config.seed, step=step)
         self._take_cache()
         start = time.perf_counter()

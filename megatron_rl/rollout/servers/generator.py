@@ -17,7 +17,7 @@ import concurrent.futures
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from megatron_rl.rollout.generator import (
     check_lengths,
     check_token_versions,
     check_version,
+    shortest_prompt,
     throughput,
 )
 from megatron_rl.rollout.requests import (
@@ -242,7 +243,7 @@ class ServerGenerator:
         stop: Callable[[], bool] = lambda: False,
         talk: Talk | None = None,
     ) -> None:
-        self._config, self._talk = config, talk
+        self._config = config
         self._max_prompt_length, self._sampling = max_prompt_length, Sampling.from_config(config)
         self._policy_version, self._num_begun = 0, 0
         self._listener: Listener | None = None
@@ -256,7 +257,8 @@ class ServerGenerator:
             precision=precision or PrecisionConfig(),
         )
         architecture = read_architecture(model_path)
-        self._shortest = 1 if architecture.linear is None or config.enforce_eager else 2
+        self._shortest = shortest_prompt(architecture, bool(config.enforce_eager))
+        self._talk = talk = talk and replace(talk, shortest=self._shortest)
         stop_token_ids = resolve_stop_token_ids(config.stop_token_ids, model_path)
         check_weights(HFFolder(model_path), architecture)
         self._servers = RunServers(config, agreed, run_dir, say, stop)

@@ -61,12 +61,18 @@ class Engine:
         self.aborted += names
 
 
-def held(engine: Engine, *functions, deadline: float = math.inf) -> list:
+def held(engine: Engine, *functions, deadline: float = math.inf, shortest: int = 1) -> list:
     """What ``functions`` return, each with a client of sample 0, 1, …"""
     results = [None] * len(functions)
 
     async def one(place, function, requests):
-        talk = Talk("f", function, lambda text: [ord(c) for c in text], lambda tokens: "".join(map(chr, tokens)))
+        talk = Talk(
+            "f",
+            function,
+            lambda text: [ord(c) for c in text],
+            lambda tokens: "".join(map(chr, tokens)),
+            shortest=shortest,
+        )
         request = Request(0, PROBLEM, place, seed=100 + place)
         client = Client(talk, request, requests, Sampling(LIMIT), [2], ARCHITECTURE.vocab_size)
         results[place] = conversation = await function(client, PROBLEM)
@@ -219,6 +225,19 @@ async def no_room(client, problem):
 def test_what_cannot_be_a_conversation_is_refused(function, message):
     with pytest.raises(RolloutError, match=message):
         held(Engine([10]), function)
+
+
+async def lone_token(client, problem):
+    conversation = client.conversation()
+    await client.generate([1])
+    await conversation.generate()
+    return conversation
+
+
+def test_a_lone_token_is_refused_where_it_would_begin_with_the_state_of_another_sequence():
+    held(Engine([10], [11]), lone_token)
+    with pytest.raises(RolloutError, match="1 token; .*give two tokens, or set rollout.enforce_eager: true"):
+        held(Engine([10]), lone_token, shortest=2)
 
 
 def test_a_failure_or_the_deadline_ends_all_and_leaves_no_request():

@@ -80,8 +80,8 @@ def test_calls_beyond_what_the_engine_has_are_refused():
     check_lengths(PROMPTS, Sampling(24), max_prompt_length=2, max_response_length=24)
     with pytest.raises(InputError, match=r"'toy:0' has 2 tokens; 1 … 1 are allowed"):
         check_lengths(PROMPTS, Sampling(24), max_prompt_length=1, max_response_length=24)
-    with pytest.raises(InputError, match=r"'toy:0' has 2 tokens; 3 … 4 are allowed"):
-        check_lengths(PROMPTS, Sampling(24), max_prompt_length=4, max_response_length=24, shortest=3)
+    with pytest.raises(InputError, match=r"'lone' has 1 tokens; 2 … 4 are allowed \(vLLM would .*enforce_eager: true"):
+        check_lengths([Prompt("lone", [3], "")], Sampling(24), 4, max_response_length=24, shortest=2)
     with pytest.raises(InputError, match="max_response_length 25 is above the engine's 24"):
         check_lengths(PROMPTS, Sampling(25), max_prompt_length=2, max_response_length=24)
 
