@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rl.checkpoint import manifest
@@ -102,7 +102,9 @@ class MegatronFolder:
         tensor = torch.empty(meta.size, dtype=meta.properties.dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a warning that there is no process group, which is intended
-            dcp.load({key: tensor}, storage_reader=self.reader, no_dist=True)
+            # Flattened, each call would compare all names of the checkpoint: 11 ms instead of 1 with 72,000.
+            planner = DefaultLoadPlanner(flatten_state_dict=False)
+            dcp.load({key: tensor}, storage_reader=self.reader, planner=planner, no_dist=True)
         return tensor
 
     def hf_weights(self, a: Architecture, prefix: str = "", dtype: torch.dtype | None = None) -> Weights:
