@@ -36,25 +36,26 @@ TOKEN = "token-of-the-servers-in-this-test"
 LONGEST_PROMPT, TOP_K = 80, 2
 
 
-def two_models(folder: Path) -> list[Path]:
+def two_models(folder: Path, model: Path = MODEL) -> list[Path]:
     """Two checkpoints: of the trained weights, and of these moved by a quarter of their own spread."""
     other = folder / "model"
-    shutil.copytree(MODEL, other)
+    shutil.copytree(model, other)
     generator = torch.Generator().manual_seed(1)
     moved = {
         name: tensor + 0.25 * tensor.std() * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in HFFolder(MODEL).items()
+        for name, tensor in HFFolder(model).items()
     }
     save_file(moved, other / "model.safetensors", metadata={"format": "pt"})
-    return [MODEL, other]
+    return [model, other]
 
 
-def served_recipe(run_dir: Path, length: int, **rollout: Any) -> tuple[Recipe, Path]:
+def served_recipe(run_dir: Path, length: int, model: Path = MODEL, **rollout: Any) -> tuple[Recipe, Path]:
     """The recipe of servers for responses of ``length`` tokens, and a file of it in ``run_dir``, which is made."""
     run_dir.mkdir()
     recipe = tiny_recipe(
         name=run_dir.name,
         run_root=str(run_dir.parent),
+        model={"path": str(model)},
         rollout={
             "engine": "vllm_server",
             "dtype": "fp32",
@@ -89,7 +90,7 @@ def generator_on(
         patch.setenv("MRL_SERVER_TOKEN", TOKEN)
         made = ServerGenerator(
             config,
-            MODEL,
+            recipe.model.path,
             max_prompt_length=LONGEST_PROMPT,
             run_dir=run_dir,
             recipe_file=recipe_file,
@@ -122,6 +123,15 @@ def update(generator: ServerGenerator, models: list[Path]) -> None:
     generator.refit(weights(models, generator.version), generator.version)
     pool = generator._servers.pool
     wait(generator, lambda: pool.weights.version == generator.version and bool(pool.ready))
+
+
+def cut(generator: ServerGenerator, models: list[Path], ticket: Any, times: int = 6) -> None:
+    """Updates while ``ticket`` is sampled."""
+    for _ in range(times):
+        asyncio.run(asyncio.sleep(0.1))
+        if ticket.answers.done():
+            return
+        update(generator, models)
 
 
 def wait(generator: ServerGenerator, condition: Callable[[], bool]) -> None:
@@ -183,19 +193,23 @@ def anew(models: list[Path], prompt: Prompt, rollout: Rollout, dtype: torch.dtyp
 
 @torch.no_grad()
 def with_kept_cache(models: list[Path], prompt: Prompt, rollout: Rollout, dtype: torch.dtype) -> Expected:
-    """Where keys and values stay as they were computed when a token was first read, until an update that fails cuts the
-    response: its next leg reads everything anew."""
+    """Where keys, values and states stay as they were computed when a token was first read, until an update that fails
+    cuts the response: its next leg reads everything anew. transformers' delta nets go on by one token at a time."""
     tokens, past, parts, start = rollout.tokens.tolist(), None, [], 0
     starts = np.cumsum([0, *LEGS.get(f"{prompt.id}/{rollout.sample}", [])])
     changes = 1 + np.flatnonzero(np.diff(rollout.policy_versions))
     for end in sorted({*starts[1:].tolist(), *changes.tolist(), len(tokens)}):
-        model, first = load(models[rollout.policy_versions[start] % 2], dtype), 0
+        model = load(models[rollout.policy_versions[start] % 2], dtype)
         if start in starts:
-            new, past, first = [*prompt.tokens, *tokens[: end - 1]], None, start and len(prompt.tokens) + start - 1
+            new, first = [*prompt.tokens, *tokens[: end - 1]], start and len(prompt.tokens) + start - 1
+            part, past = read(model, new, tokens[start:end])
+            parts.append(Expected(part.logprobs, part.router[first:]))
         else:
-            new = tokens[start - 1 : end - 1]
-        part, past = read(model, new, tokens[start:end], past)
-        parts.append(Expected(part.logprobs, part.router[first:]))
+            together = 1 if hasattr(model.config, "linear_conv_kernel_dim") else end - start
+            for place in range(start, end, together):
+                after = place + together
+                part, past = read(model, tokens[place - 1 : after - 1], tokens[place:after], past)
+                parts.append(part)
         start = end
     return Expected(np.concatenate([x.logprobs for x in parts]), np.concatenate([x.router for x in parts]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,21 +18,34 @@ from megatron_rl.rollout import Sampling
 from megatron_rl.rollout.vllm_engine import VllmGenerator
 from megatron_rl.types import Group, Prompt
 from tests.e2e.hf_reference import flat, load, score
+from tests.e2e.in_flight import (
+    TOKEN,
+    assert_sampled_as_said,
+    cut,
+    generator_on,
+    prompts,
+    runs_of,
+    served_recipe,
+    two_models,
+    update,
+)
+from tests.e2e.in_flight import flat as flat_pairs
 from tests.parallel.gloo import run_ranks
-from tests.support.families import save_family, save_wrapper
+from tests.support.families import DELTA_NETS, save_family, save_wrapper
+from tests.support.forked_servers import ForkedServers
 from tests.support.slow import slow_but
 from tests.support.tiny import REPOSITORY
 from tests.support.twins import STEPS, twin
 
 pytestmark = pytest.mark.usefixtures("cheap_engines")
-DELTA = ("qwen3_next", "qwen3_5_moe_text")
 NATS = 2e-5
 LENGTHS = (1, 3, 70, 130)  # around a chunk of 64, and around the convolution's width
 
 
 @contextmanager
-def engine(model: Path, dtype: str = "fp32"):
-    config = RolloutConfig(dtype=dtype, max_response_length=12, kv_cache_gib=0.25, max_num_seqs=8)
+def engine(model: Path, dtype: str = "fp32", **keys: Any):
+    keys = {"max_response_length": 12, "kv_cache_gib": 0.25, "max_num_seqs": 8} | keys
+    config = RolloutConfig(dtype=dtype, **keys)
     generator = VllmGenerator(config, model, max_prompt_length=max(LENGTHS), record_routes=True)
     try:
         yield generator
@@ -44,14 +58,14 @@ def asked(vocabulary: int) -> list[Prompt]:
     return [Prompt(id=str(n), tokens=draw.integers(3, vocabulary, n).tolist(), answer="") for n in LENGTHS]
 
 
-def furthest(groups: list[Group], model: Path) -> float:
-    """Largest distance of the engine's log-probs from transformers' in fp32."""
+def furthest(groups: list[Group], model: Path, logprobs: list[np.ndarray] | None = None) -> float:
+    """Largest distance of the engine's log-probs, or of ``logprobs``, from transformers' in fp32."""
     theirs, _ = score(load(model), groups, Sampling(12))
-    own = flat(groups, "inference_logprobs")
+    own = flat(groups, "inference_logprobs") if logprobs is None else logprobs
     return max(float(np.abs(a - b).max()) for a, b in zip(own, theirs, strict=True))
 
 
-@pytest.mark.parametrize("family", slow_but(DELTA[:1], DELTA))
+@pytest.mark.parametrize("family", slow_but(DELTA_NETS[:1], DELTA_NETS))
 def test_log_probs_are_transformers_before_and_after_an_update(family, tmp_path):
     first, second = (save_family(tmp_path / str(seed), family, seed) for seed in range(2))
     a = read_architecture(first)
@@ -82,6 +96,70 @@ def test_a_checkpoint_that_also_reads_pictures_is_a_twin_of_its_text(dtype, tmp_
         outputs.append(first)
     for field in ("tokens", "inference_logprobs"):
         assert [list(x) for x in flat(outputs[0], field)] == [list(x) for x in flat(outputs[1], field)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DELTA_NETS)
+def test_a_sequence_that_loses_its_place_is_read_again(family, tmp_path, monkeypatch):
+    """The cache is too small for all, whose prompts begin alike. As a teacher the engine scores what it sampled."""
+    model, lost = save_family(tmp_path / "model", family, initializer_range=0.06), []
+    with engine(model, max_response_length=120, kv_cache_gib=0.003, max_num_seqs=16, stop_token_ids=[]) as generator:
+        scheduler = generator._llm.llm_engine.engine_core.engine_core.scheduler
+        preempt = scheduler._preempt_request
+        monkeypatch.setattr(scheduler, "_preempt_request", lambda *of, **how: (lost.append(of), preempt(*of, **how)))
+        longest = asked(read_architecture(model).vocab_size)[-1].tokens
+        alike = [Prompt(str(n), longest[:n], "") for n in (1, 2, 3, 63, 64, 65, 100, 101, 129)]
+        groups = generator.rollout(alike, 3, policy_version=0, step=0)
+        scores = generator.score([rollout for group in groups for rollout in group.rollouts])
+    assert lost
+    assert furthest(groups, model) <= NATS
+    assert furthest(groups, model, scores) <= NATS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DELTA_NETS)
+def test_in_bf16_an_updated_engine_is_a_fresh_one(family, tmp_path):
+    """Whose weights differ in every tensor: vLLM packs those of experts, layers and convolutions for its kernels."""
+    first, second = two_models(tmp_path, save_family(tmp_path / "first", family))
+    groups = []
+    for model in (first, second):
+        with engine(model, "bf16", verify_refit=False) as generator:
+            a = read_architecture(model)
+            if model == first:
+                generator.refit(model_weights(HFFolder(second), a), 0)
+            groups.append(generator.rollout(asked(a.vocab_size), 2, policy_version=0, step=0))
+    for field in ("tokens", "inference_logprobs", "routed_experts"):
+        for updated, fresh in zip(*(flat(rollouts, field) for rollouts in groups), strict=True):
+            assert np.array_equal(updated, fresh)
+
+
+MODES = [(weights, mode) for weights in ("files", "broadcast") for mode in ("abort_and_resume", "keep")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DELTA_NETS)
+def test_servers_sample_each_token_with_the_policy_that_they_say(family, tmp_path):
+    """While weights change. With `keep` a state that older weights made goes on, as keys and values do."""
+    models = two_models(tmp_path, save_family(tmp_path / "first", family, initializer_range=0.06))
+    run_dir = tmp_path / "served"
+    recipe, file = served_recipe(run_dir, 96, models[0], verify_refit=True)
+    servers, version = ForkedServers(1, file, run_dir, TOKEN), 0
+    try:
+        for seed, (weights, mode) in enumerate(MODES):
+            generator = generator_on(run_dir, recipe, mode, count=1, weights=weights)
+            try:
+                generator.version = version
+                update(generator, models)
+                ticket = generator.begin(prompts(4, seed), 2, policy_version=generator.version, step=0)
+                cut(generator, models, ticket)
+                groups = generator.finish(ticket)
+                assert max(len(runs_of(rollout)) for _, rollout in flat_pairs(groups)) > 1
+                assert_sampled_as_said(generator, models, groups)
+                version = generator.version
+            finally:
+                generator.close()
+    finally:
+        servers.close()
 
 
 RECIPES = sorted((REPOSITORY / "recipes" / "families").glob("*qwen3*.yaml"))

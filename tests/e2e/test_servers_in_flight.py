@@ -2,24 +2,22 @@
 to have sampled it, in each mode of `rollout.in_flight` (`in_flight`). Faults: `test_server_faults.py`.
 """
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_rl.rollout import Sampling
-from megatron_rl.rollout.servers.generator import ServerGenerator
 from tests.e2e.in_flight import (
     TOKEN,
     assert_sampled_as_said,
+    cut,
     flat,
     generator_on,
     prompts,
     runs_of,
     served_recipe,
     two_models,
-    update,
 )
 from tests.support.forked_servers import ForkedServers
 from tests.support.slow import slow_but
@@ -49,15 +47,6 @@ def generator(request, servers):
     made = generator_on(*servers, request.param)
     yield made
     made.close()
-
-
-def cut(generator: ServerGenerator, models: list[Path], ticket, times: int = 6) -> None:
-    """Updates while ``ticket`` is sampled."""
-    for _ in range(times):
-        asyncio.run(asyncio.sleep(0.1))
-        if ticket.answers.done():
-            return
-        update(generator, models)
 
 
 class TestInFlight:

@@ -15,13 +15,15 @@ from megatron_rl.rollout import Sampling
 from tests.e2e.hf_reference import rounding_bound
 from tests.e2e.programs import rollout as rollout_programs
 from tests.parallel.gloo import run_ranks
+from tests.support.families import DELTA_NETS, save_family
 from tests.support.slow import slow_but
 from tests.support.tiny import MODEL
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Key/value heads → the tiny model with so many; with one head, vLLM copies it to both ranks of an engine."""
+    """Key/value heads → the tiny model with so many; with one head, vLLM copies it to both ranks of an engine. Families
+    → random models of delta nets."""
     folder = tmp_path_factory.mktemp("one head")
     for file in MODEL.iterdir():
         shutil.copy(file, folder)
@@ -34,7 +36,9 @@ def models(tmp_path_factory):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | {"num_key_value_heads": 1}
     (folder / "config.json").write_text(json.dumps(config))
-    return {1: folder, 2: MODEL}
+    sizes = {"initializer_range": 0.06, "moe_intermediate_size": 64}
+    families = {name: save_family(tmp_path_factory.mktemp(name), name, **sizes) for name in DELTA_NETS}
+    return {1: folder, 2: MODEL, **families}
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +72,8 @@ def rollouts(results):
 
 @pytest.mark.parametrize(
     ("tensor_parallel", "heads"),
-    slow_but([(2, 2)], [(1, 2), (2, 2), (2, 1)]),
-    ids=["two engines", "one engine over two ranks", "more ranks than key/value heads"],
+    slow_but([(2, 2)], [(1, 2), (2, 2), (2, 1), *((2, family) for family in DELTA_NETS)]),
+    ids=["two engines", "one engine over two ranks", "more ranks than key/value heads", *DELTA_NETS],
 )
 def test_two_ranks_return_what_one_returns(tensor_parallel, heads, models, alone, left_by_a_killed_run):
     arguments = {"tensor_parallel": tensor_parallel, "model": models[heads]}

@@ -14,10 +14,9 @@ from megatron_rl.model.architecture import read_architecture
 from tests.parallel.pool import Jobs
 from tests.parallel.programs.delta_nets import LENGTHS, tokens_of
 from tests.parallel.programs.learner import largest_difference
-from tests.support.families import save_family, save_wrapper
+from tests.support.families import DELTA_NETS, save_family, save_wrapper
 from tests.support.plain_training import load
 
-FAMILIES = ("qwen3_next", "qwen3_5_moe_text")
 NATS = 2e-5  # between two orders of sums in fp32
 OF_A_GRADIENT = 5e-5  # likewise, of its largest number
 BF16 = {"learner": {"dtype": "bf16", "optimizer": {"lr": 1e-3}}, "rollout": {"dtype": "bf16"}}
@@ -26,7 +25,9 @@ BF16 = {"learner": {"dtype": "bf16", "optimizer": {"lr": 1e-3}}, "rollout": {"dt
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
     """Of smaller weights than other tests': log-probs are then of the order that trained models have."""
-    return {family: save_family(tmp_path_factory.mktemp(family), family, initializer_range=0.06) for family in FAMILIES}
+    return {
+        family: save_family(tmp_path_factory.mktemp(family), family, initializer_range=0.06) for family in DELTA_NETS
+    }
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def of_experts(name: str) -> tuple[str, int, slice] | None:
 
 
 @pytest.mark.parametrize("layout", ["", " tp2"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DELTA_NETS)
 def test_a_packed_row_is_what_transformers_computes(family, layout, rows, theirs):
     for result in rows[f"{family}{layout}"]:
         assert furthest(result["logprobs"], theirs[family]["logprobs"]) <= NATS
@@ -83,7 +84,7 @@ def test_a_packed_row_is_what_transformers_computes(family, layout, rows, theirs
             assert (ours - wanted).abs().max() <= OF_A_GRADIENT * wanted.abs().max(), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DELTA_NETS)
 def test_a_packed_row_is_its_sequences_alone(family, rows):
     alone = [rows[f"{family} {n}"][0] for n in range(len(LENGTHS))]
     (packed,) = rows[family]
@@ -126,7 +127,7 @@ def runs(models, tmp_path_factory):
         yield results
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DELTA_NETS)
 def test_sequences_are_cut_over_ranks_by_heads_of_delta_nets(family, runs):
     (one,) = runs[f"{family} one"]
     for result in runs[f"{family} cp2"]:
@@ -138,7 +139,7 @@ def test_sequences_are_cut_over_ranks_by_heads_of_delta_nets(family, runs):
 
 
 @pytest.mark.parametrize("layout", ["", " dp2"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DELTA_NETS)
 def test_a_model_of_two_types_goes_on_bit_for_bit(family, layout, runs):
     """In bf16 with A_log in fp32: states of Adam are those of the same parameter."""
     for saved, resumed in zip(runs[f"{family} saved{layout}"], runs[f"{family} resumed{layout}"], strict=True):
@@ -147,7 +148,7 @@ def test_a_model_of_two_types_goes_on_bit_for_bit(family, layout, runs):
         assert any((w != w.bfloat16()).any() for name, w in saved["weights"].items() if name.endswith("A_log"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DELTA_NETS)
 def test_a_model_of_two_types_goes_on_in_another_layout(family, runs):
     saved = runs[f"{family} saved"][0]
     for resumed in runs[f"{family} resumed tp2"]:

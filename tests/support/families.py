@@ -51,6 +51,7 @@ NEEDED = {  # beside these, because its default is refused
         "rope_theta": 6e5,
     },
 }
+DELTA_NETS = ("qwen3_next", "qwen3_5_moe_text")
 DENSE = ("qwen3", "qwen2", "llama")
 _OPTIONS = {
     "qwen2_moe": {"mlp_only_layers": [0]},

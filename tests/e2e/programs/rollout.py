@@ -29,7 +29,9 @@ def start(tensor_parallel: int, model: Path = MODEL) -> VllmGenerator:
 
 def moved(model: Path) -> list[tuple[str, torch.Tensor]]:
     """Other weights: every tensor a little larger, the norms unchanged."""
-    return [(name, tensor if tensor.ndim == 1 else tensor * 1.05) for name, tensor in HFFolder(model).items()]
+    return [
+        (name, tensor if name.endswith("norm.weight") else tensor * 1.05) for name, tensor in HFFolder(model).items()
+    ]
 
 
 def sample(generator: VllmGenerator, model: Path) -> list[list[Group]]:
