@@ -202,7 +202,7 @@ LOSS_SET_BYTES = 60  # of a token of a teacher's set in the microbatch at hand: 
 
 
 def _heads_on_gpu(work: Workload) -> list[tuple[str, float]]:
-    """Return heads and a teacher's sets of one update's responses on a GPU (`rollout.sampled_head`, `teacher.top_k`)."""
+    """Return heads and a teacher's sets of one update on a GPU (`rollout.sampled_head`, `teacher.top_k`)."""
     tokens = work.trained_tokens / work.recipe.batch.minibatches / work.data_parallel
     tokens *= work.mean_response / work.mean_sequence
     kept = MICROBATCH_HEAD_BYTES + _old_head_bytes(work)

@@ -236,7 +236,7 @@ async def lone_token(client, problem):
 
 def test_a_lone_token_is_refused_where_it_would_begin_with_the_state_of_another_sequence():
     held(Engine([10], [11]), lone_token)
-    with pytest.raises(RolloutError, match="1 token; .*give two tokens, or set rollout.enforce_eager: true"):
+    with pytest.raises(RolloutError, match=r"1 token; .*give two tokens, or set rollout.enforce_eager: true"):
         held(Engine([10]), lone_token, shortest=2)
 
 
