@@ -10,7 +10,7 @@ from megatron_rl.config import Recipe
 from megatron_rl.config.objective import is_weight, label_of
 from megatron_rl.errors import InputError, printable, shown
 from megatron_rl.instruments.lab.study import IDENTITY_KEYS, SEED_KEYS
-from megatron_rl.instruments.why.changed import Event
+from megatron_rl.instruments.why.changed import Event, value_at
 from megatron_rl.run.identity import ABSENT
 
 OTHER_ORDER = 1000  # added to data.seed: more than the seeds of a branch
@@ -40,19 +40,11 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Undo:
-    """A kind of arm. ``wanted``: the values that undo the suspects in a recipe, or why there are none."""
+    """A kind of arm. ``wanted``: the values that undo the suspects, those of a recipe, or why there are none."""
 
     name: str
     suspects: tuple[str, ...]
-    wanted: Callable[[Recipe], dict[str, Any] | str]
-
-
-def value_at(recipe: Recipe, path: str) -> Any:
-    """Return the plain value of a dotted key; None where a section on the way is null."""
-    value: Any = recipe.model_dump(mode="json")
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
+    wanted: dict[str, Any] | Callable[[Recipe], dict[str, Any] | str]
 
 
 def _third_rate(recipe: Recipe) -> dict[str, Any]:
@@ -77,22 +69,14 @@ def _bf16(recipe: Recipe) -> dict[str, Any] | str:
 
 
 def _exact_engine(recipe: Recipe) -> dict[str, Any]:
-    """The engine that generates with the learner's own arithmetic, which rounds nothing more and routes alike."""
-    return {
-        "rollout.engine": "exact",
-        "rollout.dtype": recipe.learner.dtype,
-        "rollout.quantization.weights": None,
-        "rollout.quantization.block": None,
-        "rollout.quantization.kv_cache": None,
-        "rollout.tensor_parallel": 1,  # it has the learner's layout
-        "learner.fused_head": False,
-    }
+    """The engine that generates with the learner's own arithmetic and layout, rounds nothing more and routes alike."""
+    own = {"rollout.engine": "exact", "rollout.dtype": recipe.learner.dtype, "rollout.tensor_parallel": 1}
+    return own | UNROUNDED | {"learner.fused_head": False}
 
 
 def _tis(recipe: Recipe) -> dict[str, Any] | str:
     corrections = recipe.objective.active_corrections
-    weights = [label_of(item, "mode") for item in corrections if is_weight(item)]
-    if weights:
+    if weights := [label_of(item, "mode") for item in corrections if is_weight(item)]:
         return f"objective.correction has {weights[0]} already"
     kept = [item.model_dump(mode="json") for item in corrections]
     return {"objective.correction": [*kept, {"mode": "tis", "level": "token", "cap": 2.0}]}
@@ -112,34 +96,22 @@ def _other_order(recipe: Recipe) -> dict[str, Any] | str:
     return {"data.seed": recipe.data.seed + OTHER_ORDER}
 
 
-def _values(**keys: Any) -> Callable[[Recipe], dict[str, Any]]:
-    """The same values for every recipe; a double underscore stands for a dot."""
-    values = {key.replace("__", "."): value for key, value in keys.items()}
-    return lambda recipe: dict(values)
-
-
-MISMATCH = ("mismatch", "rounding", "staleness", "routing", "dose of mismatch")
-
+UNROUNDED = dict.fromkeys(f"rollout.quantization.{key}" for key in ("weights", "block", "kv_cache"))
+FP32 = {"learner.dtype": "fp32", "rollout.dtype": "fp32"}
 UNDO = (
     Undo("third-rate", ("learning rate",), _third_rate),
-    Undo("one-update", ("updates a batch",), _values(batch__minibatches=1)),
+    Undo("one-update", ("updates a batch",), {"batch.minibatches": 1}),
     Undo("usual-clip", ("clip range",), _usual_clip),
-    Undo("no-staleness", ("staleness",), _values(rollout__max_staleness=0)),
-    Undo(
-        "unrounded",
-        ("rounding",),
-        _values(
-            rollout__quantization__weights=None, rollout__quantization__block=None, rollout__quantization__kv_cache=None
-        ),
-    ),
-    Undo("no-dose", ("dose of mismatch",), _values(exact__noise=None, exact__noise_std=0.0)),
+    Undo("no-staleness", ("staleness",), {"rollout.max_staleness": 0}),
+    Undo("unrounded", ("rounding",), UNROUNDED),
+    Undo("no-dose", ("dose of mismatch",), {"exact.noise": None, "exact.noise_std": 0.0}),
     Undo("bf16", ("overflow",), _bf16),
-    Undo("fp32", ("rounding", "overflow"), _values(learner__dtype="fp32", rollout__dtype="fp32")),
-    Undo("r3", ("routing",), _values(routing__replay="r3")),
+    Undo("fp32", ("rounding", "overflow"), FP32),
+    Undo("r3", ("routing",), {"routing.replay": "r3"}),
     Undo("exact-engine", ("mismatch", "rounding", "routing"), _exact_engine),
-    Undo("tis", MISMATCH, _tis),
+    Undo("tis", ("mismatch", "rounding", "staleness", "routing", "dose of mismatch"), _tis),
     Undo("overlong-penalty", ("length",), _overlong),
-    Undo("usual-temperature", ("temperature",), _values(rollout__temperature=1.0)),
+    Undo("usual-temperature", ("temperature",), {"rollout.temperature": 1.0}),
     Undo("other-data-order", ("data",), _other_order),
 )
 """The kinds of arms, in the order in which they stand beside each other."""
@@ -163,46 +135,35 @@ def arms_of(recipe: Recipe, suspects: Sequence[str], wanted: Sequence[str] | Non
     ``suspects``: those of `run why`, the likeliest first; their arms come in that order, then those of `ALWAYS`. Where
     there are no suspects, all arms are tried. ``wanted``: names of `NAMES` in place of that choice, or "all".
     """
+    of_suspects = [undo.name for suspect in suspects for undo in UNDO if suspect in undo.suspects]
+    names = (*of_suspects, *ALWAYS) if suspects else NAMES
     if wanted is not None:
         if unknown := [name for name in wanted if name not in (*NAMES, "all")]:
             raise InputError(f"--arms: {unknown[0]!r} does not exist; allowed are all, {', '.join(NAMES)}")
-        names = NAMES if "all" in wanted else tuple(dict.fromkeys(wanted))
-    elif suspects:
-        by_suspect = [undo.name for suspect in suspects for undo in UNDO if suspect in undo.suspects]
-        names = tuple(dict.fromkeys([*by_suspect, *ALWAYS]))
-    else:
-        names = NAMES
+        names = NAMES if "all" in wanted else wanted
     kinds = {undo.name: undo for undo in UNDO}
-    made = [_arm_of(recipe, kinds[name], suspects) for name in names]
-    arms = [arm for arm in made if isinstance(arm, Arm)]
+    made = [_arm_of(recipe, kinds[name], suspects) for name in dict.fromkeys(names)]
     left_out = [arm for arm in made if isinstance(arm, LeftOut)]
     if wanted is None:
         known = {suspect for undo in UNDO for suspect in undo.suspects}
-        left_out += [
-            LeftOut(suspect, f"what would be right is yours to say: --arm {suspect.replace(' ', '-')} KEY=VALUE")
-            for suspect in suspects
-            if suspect not in known
-        ]
-    return arms, left_out
+        text = "what would be right is yours to say: --arm {} KEY=VALUE"
+        left_out += [LeftOut(name, text.format(name.replace(" ", "-"))) for name in suspects if name not in known]
+    return [arm for arm in made if isinstance(arm, Arm)], left_out
 
 
 def _arm_of(recipe: Recipe, undo: Undo, suspects: Sequence[str]) -> Arm | LeftOut:
-    wanted = undo.wanted(recipe)
+    wanted = undo.wanted(recipe) if callable(undo.wanted) else undo.wanted
     if isinstance(wanted, str):
         return LeftOut(undo.name, wanted)
-    keys = {key: value for key, value in wanted.items() if value_at(recipe, key) != value}
+    old = recipe.model_dump(mode="json")
+    keys = {key: value for key, value in wanted.items() if value_at(old, key, None) != value}
     if not keys:
         there = ", ".join(f"{key} is {shown(value, 40)}" for key, value in wanted.items())
         return LeftOut(undo.name, f"it would change nothing: {there}")
     suspect = next((name for name in suspects if name in undo.suspects), undo.suspects[0])
-    return Arm(undo.name, suspect, keys, _note(recipe, keys))
-
-
-def _note(recipe: Recipe, keys: Mapping[str, Any]) -> str:
-    schedule = recipe.schedule
-    if "batch.minibatches" in keys and (schedule.warmup_steps or schedule.style != "constant"):
-        return "the schedule counts updates: with fewer of them warm-up and decay take more steps"
-    return ""
+    counts = "batch.minibatches" in keys and (recipe.schedule.warmup_steps or recipe.schedule.style != "constant")
+    note = "the schedule counts updates: with fewer of them warm-up and decay take more steps" if counts else ""
+    return Arm(undo.name, suspect, keys, note)
 
 
 def own_arm(name: str, settings: Sequence[str]) -> Arm:

@@ -23,30 +23,14 @@ EXIT_INCOMPLETE = 1
 
 def add_branch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="Branch from this run directory.")
-    parser.add_argument(
-        "--from",
-        type=INDEX,
-        dest="from_step",
-        metavar="STEP",
-        help="Start the arms at the checkpoint of this step (default: the newest one up to the onset). 0: at the run's "
-        "own start.",
-    )
-    parser.add_argument(
-        "--steps",
-        type=COUNT,
-        metavar="N",
-        help="Give each arm this number of steps (default: until 20 steps after the first sign).",
-    )
-    parser.add_argument(
-        "--seeds", type=COUNT, default=4, metavar="N", help="Repeat each arm this number of times (default: 4)."
-    )
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        metavar="ARM",
-        help="Run these arms, or all that apply to the recipe (default: those of the suspects, third-rate and "
-        "one-update).",
-    )
+    text = "Start the arms at this step's checkpoint (default: the newest up to the onset; 0: the run's start)."
+    parser.add_argument("--from", type=INDEX, dest="from_step", metavar="STEP", help=text)
+    text = "Give each arm this number of steps (default: until 20 steps after the first sign)."
+    parser.add_argument("--steps", type=COUNT, metavar="N", help=text)
+    text = "Repeat each arm this number of times (default: 4)."
+    parser.add_argument("--seeds", type=COUNT, default=4, metavar="N", help=text)
+    text = "Run these arms, or all that apply to the recipe (default: of the suspects, third-rate and one-update)."
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help=text)
     parser.add_argument(
         "--arm",
         nargs="+",
@@ -56,22 +40,14 @@ def add_branch(parser: argparse.ArgumentParser) -> None:
         metavar=("NAME", "KEY=VALUE"),
         help="Add an arm of your own that sets these keys. The option may be given several times.",
     )
-    parser.add_argument(
-        "--outcome",
-        metavar="reward|mismatch|gradient|METRIC",
-        help="Compare the arms by this (default: the first of the three that is clearly worse after the onset).",
-    )
-    parser.add_argument(
-        "--jobs",
-        type=COUNT,
-        metavar="N",
-        help="Run this number at a time (default: one per core, or one where there is a GPU).",
-    )
+    text = "Compare the arms by this (default: the first of the three that is clearly worse after the onset)."
+    parser.add_argument("--outcome", metavar="reward|mismatch|gradient|METRIC", help=text)
+    text = "Run this number at a time (default: one per core, or one where there is a GPU)."
+    parser.add_argument("--jobs", type=COUNT, metavar="N", help=text)
     parser.add_argument("--out", type=output, metavar="DIR", help="Keep the arms' runs in this folder.")
     parser.add_argument("--dry-run", action="store_true", help="Print arms, steps and cost, and start nothing.")
-    parser.add_argument(
-        "--print-jobs", action="store_true", help="Print the command that submits each missing arm, and start nothing."
-    )
+    text = "Print the command that submits each missing arm, and start nothing."
+    parser.add_argument("--print-jobs", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="Print the verdict as JSON instead of a page.")
 
 
@@ -92,33 +68,32 @@ def run_branch(options: argparse.Namespace) -> int:
     Exit status: 0 all arms are finished, 1 some failed or were interrupted, 2 bad input, or a run without a cause to
     find.
     """
-    from megatron_rl.instruments.branch.plan import plan_branch
+    from megatron_rl.instruments.branch.plan import plan_branch, ranks_of
+    from megatron_rl.instruments.branch.verdict import plan_page
+    from megatron_rl.instruments.lab.jobs import FINISHED, state_of
 
-    branch = plan_branch(
-        options.run.parent if options.run.is_file() else options.run,
-        from_step=options.from_step,
-        steps=options.steps,
-        seeds=options.seeds,
-        wanted=options.arms,
-        own=_own_arms(options.own),
-        outcome=options.outcome,
-    )
+    asked = {name: getattr(options, name) for name in ("from_step", "steps", "seeds", "outcome")}
+    folder = options.run.parent if options.run.is_file() else options.run
+    branch = plan_branch(folder, wanted=options.arms, own=_own_arms(options.own), **asked)
     root = (options.out or branch.root).resolve()
     if options.dry_run:
-        return _say_plan(branch, options)
-    if options.print_jobs:
-        return _print_jobs(branch, root)
-    return _run(branch, root, options)
+        ranks, _ = ranks_of(RunDirectory(branch.parent))
+        print(printable(plan_page(branch, _parallel(branch, options.jobs), ranks)))
+    elif options.print_jobs:
+        missing = [job for job in branch.jobs(root) if state_of(root / job.name) not in FINISHED]
+        print(*(f"{shlex.join(branch.submission(job))}\n" for job in missing), sep="", end="")
+    else:
+        return _run(branch, root, options)
+    return EXIT_DONE
 
 
 def _own_arms(given: list[list[str]]) -> list:
     from megatron_rl.instruments.branch.arms import own_arm
 
-    arms = [own_arm(name, settings) for name, *settings in given]
-    names = [arm.name for arm in arms]
+    names = [name for name, *_ in given]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise InputError(f"--arm {repeated[0]}: given twice; put all KEY=VALUE of an arm behind one --arm")
-    return arms
+    return [own_arm(name, settings) for name, *settings in given]
 
 
 def _parallel(branch: Branch, jobs: int | None) -> int:
@@ -128,24 +103,6 @@ def _parallel(branch: Branch, jobs: int | None) -> int:
         return jobs
     device = branch.recipe_of_run.runtime.device
     return (os.cpu_count() or 1) if (default_device() if device == "auto" else device) == "cpu" else 1
-
-
-def _say_plan(branch: Branch, options: argparse.Namespace) -> int:
-    from megatron_rl.instruments.branch.plan import ranks_of
-    from megatron_rl.instruments.branch.verdict import plan_page
-
-    ranks, _ = ranks_of(RunDirectory(branch.parent))
-    print(printable(plan_page(branch, _parallel(branch, options.jobs), ranks)))
-    return EXIT_DONE
-
-
-def _print_jobs(branch: Branch, root: Path) -> int:
-    from megatron_rl.instruments.lab.jobs import FINISHED, state_of
-
-    for job in branch.jobs(root):
-        if state_of(root / job.name) not in FINISHED:
-            print(shlex.join(branch.submission(job)))
-    return EXIT_DONE
 
 
 def _run(branch: Branch, root: Path, options: argparse.Namespace) -> int:

@@ -8,20 +8,19 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_rl.checkpoint.manifest import checkpoint_name, checkpoint_step, list_checkpoints, newest_checkpoint
+from megatron_rl.checkpoint.manifest import checkpoint_name, checkpoint_step, list_checkpoints
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.errors import InputError
 from megatron_rl.instruments.branch.arms import CHANGE, CONTROL, Arm, LeftOut, arms_of, reason_of, undoing
 from megatron_rl.instruments.lab.jobs import Job, LoadedStudy
 from megatron_rl.instruments.lab.study import Direction, Study
-from megatron_rl.instruments.why.changed import history_of
+from megatron_rl.instruments.why.changed import history_of, value_at
 from megatron_rl.instruments.why.onset import find
 from megatron_rl.monitor import RunDirectory, read_metrics
 from megatron_rl.run.identity import read_recipe, recipe_in_force
@@ -32,19 +31,19 @@ Records = Sequence[Mapping[str, float]]
 FOLDER = "branch"  # of a run: the arms' runs
 AFTERWARDS = 20  # steps beyond the first sign, so that an arm has the time to differ
 BEFORE = 10  # steps before the checkpoint: the level that an arm has to bring back
+SPARED = ("checkpoint.export_hf", "monitor.plots", "monitor.tensorboard")
 NEVER = 1_000_000  # consecutive overflows: more than an arm has updates
 DECISIVE = 0.25  # share of the loss: a smaller difference from the control counts as none
 
 OUTCOMES = {
-    "reward": "critic/score/mean",  # without penalties of length, which an arm may change
-    "mismatch": "mismatch/rho_std",
-    "gradient": "actor/grad_norm",
+    "reward": ("critic/score/mean", 0.8, 0.0),  # without penalties of length, which an arm may change
+    "mismatch": ("mismatch/rho_std", 0.0, 1.5),
+    "gradient": ("actor/grad_norm", 0.5, 2.0),
 }
-"""What an arm may bring back, by the name that --outcome takes; any other metric has its own name."""
+"""What an arm may bring back, by the name that --outcome takes (any other metric has its own name): the metric, and its
+level afterwards over that before, at most or at least, from which it counts as lost; 0: not in that way."""
 LEARNED = frozenset({"critic/score/mean", "critic/rewards/mean", "val/reward/mean"})
 """What a run is meant to raise: an arm may raise it also where nothing of it was lost."""
-WORSE = {"reward": (0.8, 0.0), "mismatch": (0.0, 1.5), "gradient": (0.5, 2.0)}
-"""Level afterwards over level before, at most or at least, from which a metric counts as lost; 0: not in that way."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,8 @@ class Loss:
 
 @dataclass(frozen=True)
 class Branch(LoadedStudy):
-    """The study of a branch. Its seeds count from 0, which stands for the run's own random numbers.
-
-    All other seeds draw other samples from the same prompts. ``study.base``: the recipe of the run.
-    """
+    """The study of a branch. Seed 0 has the run's own random numbers, the others draw other samples from the same
+    prompts. ``study.base``: the recipe of the run."""
 
     parent: Path = Path()  # the run's folder
     recipe_of_run: Recipe | None = None
@@ -114,11 +111,8 @@ class Branch(LoadedStudy):
         return [str(self.base), *(part for override in job.overrides for part in ("--set", override))]
 
     def command(self, job: Job, root: Path) -> list[str]:
-        """Return the command that runs ``job`` here, on as many ranks as the run had.
-
-        It begins from the run's checkpoint, until the arm has one of its own. Raises `InputError` if the run had ranks
-        on several nodes.
-        """
+        """Return the command that runs ``job`` here, on as many ranks as the run had: from the run's checkpoint, until
+        the arm has one of its own."""
         ranks, local = ranks_of(RunDirectory(self.parent))
         if ranks != local:
             raise InputError(
@@ -130,22 +124,17 @@ class Branch(LoadedStudy):
         several = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else []
         return [sys.executable, "-m", *several, "megatron_rl", "train", *self.settings(job), "--resume", resume]
 
+    def changes(self, arm: Arm) -> dict[str, list[Any]]:
+        """Return the keys that ``arm`` changes: key → the run's value and the arm's."""
+        old = self.recipe_of_run.model_dump(mode="json")
+        return {key: [value_at(old, key, None), value] for key, value in arm.keys.items()}
+
     def submission(self, job: Job) -> list[str]:
         """Return the command that submits ``job`` to Slurm, from a checkout; options of sbatch go behind the first."""
         script = "train_servers" if self.recipe_of_run.rollout.engine == "vllm_server" else "train"
         name = f"--job-name={self.parent.name}-{job.name}"
         begin = [] if self.checkpoint is None else ["--begin-from", str(self.checkpoint)]
         return ["slurm/submit.sh", name, f"slurm/{script}.sbatch", *self.settings(job), *begin]
-
-    @property
-    def parent_ends_at(self) -> int:
-        """The step of the run's last record, which may have a validation alone."""
-        return self.recipe_of_run.num_steps
-
-    def planned_seconds(self, num_jobs: int) -> float | None:
-        """Return seconds of ``num_jobs`` arms one after another, by the run's own steps; None where it timed none."""
-        times = [r["perf/time/step"] for r in read_metrics(self.parent) if "perf/time/step" in r]
-        return median(times) * self.steps * num_jobs if times else None
 
 
 def first_that_counts(begin: int, steps: int) -> int:
@@ -164,68 +153,47 @@ def ranks_of(directory: RunDirectory) -> tuple[int, int]:
 
 
 def checkpoint_before(directory: RunDirectory, onset: int | None, from_step: int | None) -> tuple[Path | None, int]:
-    """Return the checkpoint to start from and its step: of ``from_step``, or the newest up to ``onset``.
-
-    Step 0 is where the run started, without a checkpoint. Raises `InputError` where there is no such checkpoint.
-    """
+    """Return the checkpoint of ``from_step``, or the newest up to ``onset``, and its step; none for the start, 0."""
     there = {checkpoint_step(path): path for path in list_checkpoints(directory.checkpoints)}
-    shown = ", ".join(map(str, there)) or "none"
-    if from_step is not None:
-        if from_step and from_step not in there:
-            raise InputError(
-                f"--from {from_step}: {directory.checkpoints} has no complete checkpoint of this step; steps that have "
-                f"one: {shown}"
-            )
-        return there.get(from_step), from_step
-    newest = None if onset is None else newest_checkpoint(directory.checkpoints, onset)
-    if newest is None:
+    early = [step for step in there if onset is not None and step <= onset]
+    step = from_step if from_step is not None or not early else max(early)
+    if step is None or (step and step not in there):
+        asked, where = "", f"at or before the onset, step {onset}"
+        if from_step is not None:
+            asked, where = f"--from {from_step}: ", "of this step"
         raise InputError(
-            f"{directory.checkpoints}: no complete checkpoint at or before the onset, step {onset}; steps that have "
-            f"one: {shown}. --from 0 starts the arms where the run started, --from STEP at one of these"
+            f"{asked}{directory.checkpoints}: no complete checkpoint {where}; steps that have one: "
+            f"{', '.join(map(str, there)) or 'none'}. --from 0 starts the arms where the run started, --from STEP at "
+            "one of these"
         )
-    return newest, checkpoint_step(newest)
+    return there.get(step), step
 
 
 def levels(records: Records, metric: str, begin: int, first_step: int, end: int) -> tuple[float, float] | None:
-    """Return the mean of ``metric`` before ``begin`` and over the steps that count; None without both.
-
-    A run that ended before ``first_step`` has the mean of its last five values. One that starts at step 0 has its first
-    value before.
+    """Return the mean of ``metric`` before ``begin`` and over the steps that count; None without both. A run that ended
+    before ``first_step`` has the mean of its last five values, one that starts at step 0 has its first value before.
     """
-    seen = [(int(r["step"]), float(r[metric])) for r in records if metric in r and math.isfinite(r[metric])]
+    seen = [(int(r["step"]), float(r[metric])) for r in records if math.isfinite(r.get(metric, math.nan))]
     before = [value for step, value in seen if begin - BEFORE <= step < begin] or [v for s, v in seen if s == begin][:1]
-    later = [value for step, value in seen if step > begin]
-    after = [value for step, value in seen if first_step <= step < end] or later[-5:]
-    if not before or not after:
-        return None
-    return sum(before) / len(before), sum(after) / len(after)
+    after = [value for step, value in seen if first_step <= step < end] or [v for s, v in seen if s > begin][-5:]
+    return (fmean(before), fmean(after)) if before and after else None
 
 
 def loss_of(records: Records, begin: int, steps: int, outcome: str | None) -> Loss:
-    """Return what was lost: of the metric ``outcome``, or the first of `OUTCOMES` that is clearly worse afterwards.
-
-    Raises `InputError` where nothing was lost.
-    """
-    window = (begin, first_that_counts(begin, steps), begin + steps)
+    """Return what was lost: of the metric ``outcome``, or the first of `OUTCOMES` that is clearly worse afterwards."""
+    first = first_that_counts(begin, steps)
     not_lost = []
     for name in OUTCOMES if outcome is None else (outcome,):
-        metric = OUTCOMES.get(name, name)
-        pair = levels(records, metric, *window)
+        metric, least, most = OUTCOMES.get(name, (name, 0.0, 0.0))
+        pair = levels(records, metric, begin, first, begin + steps)
         if pair is None:
-            not_lost.append(f"{metric} was not measured both before step {begin} and from step {window[1]} on")
+            not_lost.append(f"{metric} was not measured both before step {begin} and from step {first} on")
             continue
-        loss = Loss(name, metric, *pair)
-        if outcome is None:
-            least, most = WORSE[name]
-            is_lost = (least and loss.after <= least * loss.before) or (most and loss.after >= most * loss.before)
-            is_lost = is_lost and loss.before != loss.after
-        else:
-            is_lost = loss.after != loss.before or metric in LEARNED
-        if is_lost:
-            return loss
-        not_lost.append(
-            f"{metric} is {loss.before:.3g} before step {begin} and {loss.after:.3g} from step {window[1]} on"
-        )
+        before, after = pair
+        is_worse = (least and after <= least * before) or (most and after >= most * before)
+        if (is_worse or outcome) and (before != after or (outcome and metric in LEARNED)):
+            return Loss(name, metric, before, after)
+        not_lost.append(f"{metric} is {before:.3g} before step {begin} and {after:.3g} from step {first} on")
     raise InputError(
         "there is nothing to bring back:\n"
         + "\n".join(f"  {line}" for line in not_lost)
@@ -240,24 +208,15 @@ def common_keys(recipe: Recipe, begin: int, steps: int) -> dict[str, Any]:
     No alarm ends an arm, so that all are compared over the same steps; one that halves the rate still does. A schedule
     that ends at the run's last step keeps its end.
     """
-    end = begin + steps
-    schedule = recipe.schedule
-    keys: dict[str, Any] = {
-        "num_steps": end,
-        "checkpoint.keep_last": 1,
-        "checkpoint.export_hf": False,
-        "learner.max_consecutive_overflows": NEVER,
-        "monitor.plots": False,
-        "monitor.tensorboard": False,
-        "recorder.record_batches": "off",
-        "recorder.evidence": None,
-    }
+    keys: dict[str, Any] = dict.fromkeys(SPARED, False)
+    keys |= {"num_steps": begin + steps, "checkpoint.keep_last": 1, "learner.max_consecutive_overflows": NEVER}
+    keys |= {"recorder.record_batches": "off", "recorder.evidence": None}
     for number, rule in enumerate(recipe.monitor.alarms):
         kept = [action for action in rule.then if action in ("warn", "decay_lr")]
         keys |= {} if kept == rule.then else {f"monitor.alarms.{number}.then": kept or ["warn"]}
     sinks = recipe.monitor.sinks.model_dump(mode="json")
     keys |= {f"monitor.sinks.{name}": None for name, sink in sinks.items() if sink is not None}
-    if schedule.style in ("linear", "cosine") and schedule.decay_steps is None:
+    if recipe.schedule.style in ("linear", "cosine") and recipe.schedule.decay_steps is None:
         keys["schedule.decay_steps"] = recipe.num_updates
     return keys
 
@@ -267,34 +226,28 @@ def make_study(
 ) -> Study:
     """Return the study: the control, and each of ``arms`` with the prediction that it brings the loss back."""
     common = common_keys(recipe, begin, steps)
-    mean = {"metric": loss.metric, "statistic": "mean", "first_step": first_that_counts(begin, steps)}
     described: dict[str, Any] = {CONTROL: {"set": common}}
     for arm in arms:
         own = {key: value for key, value in arm.keys.items() if key != "data.seed"}  # `Branch.seed_values` sets it
-        described[arm.name] = {
-            "set": common | own,
-            "control": CONTROL,
-            "differs_in": list(arm.keys)[:3],
-            "expect": {"loss": loss.back},
-        }
+        expected = {"control": CONTROL, "differs_in": list(arm.keys)[:3], "expect": {"loss": loss.back}}
+        described[arm.name] = {"set": common | own} | expected
+    mean = {"metric": loss.metric, "statistic": "mean", "first_step": first_that_counts(begin, steps)}
+    study = {
+        "name": FOLDER,
+        "title": f"Branch of {recipe.name}",
+        "source": "`run why`",
+        "claim": f"one of the arms brings {loss.metric} back",
+        "setting": f"the run's own, from step {begin} on",
+        "base": str(base),
+        "seeds": list(range(seeds)),
+        "outcomes": {"loss": mean | {"margin": loss.margin or None}},
+        "arms": described,
+        "figure": [{"title": loss.metric, "arms": [CONTROL]}],
+    }
     try:
-        return Study.model_validate(
-            {
-                "name": FOLDER,
-                "title": f"Branch of {recipe.name}",
-                "source": "`run why`",
-                "claim": f"one of the arms brings {loss.metric} back",
-                "setting": f"the run's own, from step {begin} on",
-                "base": str(base),
-                "seeds": list(range(seeds)),
-                "outcomes": {"loss": mean | {"margin": loss.margin or None}},
-                "arms": described,
-                "figure": [{"title": loss.metric, "arms": [CONTROL]}],
-            }
-        )
+        return Study.model_validate(study)
     except ValidationError as error:
-        problems = "; ".join(str(item["msg"]) for item in error.errors())
-        raise InputError(f"the arms make no study: {problems}") from error
+        raise InputError(f"the arms make no study: {'; '.join(str(e['msg']) for e in error.errors())}") from error
 
 
 def plan_branch(
@@ -307,11 +260,7 @@ def plan_branch(
     own: Sequence[Arm] = (),
     outcome: str | None = None,
 ) -> Branch:
-    """Return the branch of the run in folder ``run``. No engine starts.
-
-    Raises `InputError` for a healthy run (unless ``from_step`` is given), without a checkpoint to start from, where
-    nothing was lost, or where no arm applies.
-    """
+    """Return the branch of the run in folder ``run``. A healthy run needs ``from_step``. No engine starts."""
     directory = RunDirectory(run.resolve())
     records = read_metrics(directory.metrics)
     finding = find(str(run), records, read_recipe(directory.recipe), history_of(directory, records))
@@ -324,17 +273,16 @@ def plan_branch(
     checkpoint, begin = checkpoint_before(directory, onset, from_step)
     base = recipe_in_force(directory, max(begin, sign))  # which the run went wrong with, not one of before
     recipe = _load(base)
-    if steps is None:
-        steps = max(0, sign - begin) + AFTERWARDS
+    steps = max(0, sign - begin) + AFTERWARDS if steps is None else steps
     loss = loss_of(records, begin, steps, outcome)
-    is_change = [e.kind == "recipe" and e.weight != "none" and e.step == finding.changed_at for e in finding.history]
-    changed = undoing([event for event, decides in zip(finding.history, is_change, strict=True) if decides])
+    events = [event for event in finding.history if event.kind == "recipe" and event.weight != "none"]
+    changed = undoing([event for event in events if event.step == finding.changed_at])
     suspects = [name for s in finding.suspects for name in s.causes if not (changed and name.startswith(CHANGE))]
     names = None if wanted is None else [name for name in wanted if name not in {arm.name for arm in changed}]
     chosen, left_out = arms_of(recipe, suspects, names)
     chosen = [*(arm for arm in changed if wanted is None or arm.name in wanted), *chosen, *own]
-    study, arms = make_study(recipe, base, chosen, seeds, loss, begin, steps), tuple(chosen)
-    draft = Branch(study, base, begin, directory.root, recipe, checkpoint, steps, onset, loss, arms)
+    study = make_study(recipe, base, chosen, seeds, loss, begin, steps)
+    draft = Branch(study, base, begin, directory.root, recipe, checkpoint, steps, onset, loss, tuple(chosen))
     refused = _refused(draft)
     if names := [arm.name for arm in own if arm.name in refused]:
         raise InputError(f"--arm {names[0]}: {refused[names[0]]}")
@@ -348,12 +296,6 @@ def plan_branch(
 
 
 def _load(path: Path, overrides: tuple[str, ...] = ()) -> Recipe:
-    return _loaded(path, path.stat().st_mtime_ns if path.is_file() else 0, overrides)
-
-
-@cache
-def _loaded(path: Path, changed: int, overrides: tuple[str, ...]) -> Recipe:
-    """The recipe, read once for each time ``changed`` of its file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return load_recipe(path, overrides)

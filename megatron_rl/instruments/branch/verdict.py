@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from scipy import stats
 
-from megatron_rl.instruments.branch.arms import CONTROL, Arm, value_at
+from megatron_rl.instruments.branch.arms import CONTROL, Arm
 from megatron_rl.instruments.branch.plan import DECISIVE, Branch, Loss
 from megatron_rl.instruments.lab.archive import first_difference
 from megatron_rl.instruments.lab.jobs import FINISHED, run_name, state_of
@@ -82,11 +83,11 @@ class Judgement:
         """The verdict in words."""
         metric = self.branch.loss.metric
         if not shows_the_loss(self.branch.loss, self.control):
-            level = sum(self.control.values()) / len(self.control)
             return (
-                f"nothing to explain from here: {metric} is {level:.3g} in the control, {self.branch.loss.after:.3g} "
-                "in the run; begin later (--from STEP), where the control goes wrong as the run did; where it never "
-                "does, what went wrong is not in recipe and checkpoint (the engine, the machine, a judge)"
+                f"nothing to explain from here: {metric} is {fmean(self.control.values()):.3g} in the control, "
+                f"{self.branch.loss.after:.3g} in the run; begin later (--from STEP), where the control goes wrong as "
+                "the run did; where it never does, what went wrong is not in recipe and checkpoint (the engine, the "
+                "machine, a judge)"
             )
         undecided = [judged for judged in self.arms if judged.verdict == WORDS["undecided"]]
         names = ", ".join(judged.arm.name for judged in undecided)
@@ -103,23 +104,18 @@ class Judgement:
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
         branch, loss = self.branch, self.branch.loss
+        lost = {name: getattr(loss, name) for name in ("metric", "before", "after", "margin")}
         return {
             "run": str(branch.parent),
-            "checkpoint": None if branch.checkpoint is None else str(branch.checkpoint),
+            "checkpoint": branch.checkpoint and str(branch.checkpoint),
             "from": branch.begin,
             "onset": branch.onset,
             "steps": branch.steps,
             "seeds": len(branch.study.seeds),
-            "outcome": {
-                "metric": loss.metric,
-                "before": loss.before,
-                "after": loss.after,
-                "margin": loss.margin,
-                "first_step": branch.first_step,
-            },
+            "outcome": lost | {"first_step": branch.first_step},
             "control": {"values": self.control, "repeated_steps": self.repeated, "difference": self.difference},
             "arms": [_arm_as_json(branch, judged) for judged in self.arms],
-            "beside": None if self.best is None else self.best.arm.name,
+            "beside": self.best and self.best.arm.name,
             "left_out": [vars(item) for item in branch.left_out],
             "looks": self.looks,
             "unfinished": list(self.unfinished),
@@ -129,26 +125,14 @@ class Judgement:
 
 def _arm_as_json(branch: Branch, judged: Judged) -> dict[str, Any]:
     arm, effect = judged.arm, judged.effect
-    keys = {key: [value_at(branch.recipe_of_run, key), value] for key, value in arm.keys.items()}
-    return {
-        "name": arm.name,
-        "undoes": arm.suspect,
-        "keys": keys,
-        "note": arm.note,
-        "values": judged.values,
-        **({} if effect is None else _effect_as_json(effect)),
-        "p": judged.p,
-        "p_holm": judged.p_holm,
-        "restored": judged.restored,
-        "verdict": judged.verdict,
-        "seeds_to_decide": judged.seeds_to_decide,
-    }
-
-
-def _effect_as_json(effect: Effect) -> dict[str, float | None]:
-    ends = ("lower", "upper", "alike_lower", "alike_upper")
-    numbers = {"effect": effect.mean} | {end: getattr(effect, end) for end in ends}
-    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+    ends = () if effect is None else ("lower", "upper", "alike_lower", "alike_upper")
+    numbers = {} if effect is None else {"effect": effect.mean} | {end: getattr(effect, end) for end in ends}
+    judgement = ("values", "p", "p_holm", "restored", "verdict", "seeds_to_decide")
+    return (
+        {"name": arm.name, "undoes": arm.suspect, "keys": branch.changes(arm), "note": arm.note}
+        | {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        | {name: getattr(judged, name) for name in judgement}
+    )
 
 
 def seeds_to_decide(effect: Effect, margin: float, num_arms: int, scatter: Effect | None = None) -> int | None:
@@ -177,10 +161,8 @@ def seeds_to_decide(effect: Effect, margin: float, num_arms: int, scatter: Effec
 
 
 def price_of_look(number: int) -> int:
-    """Return what the p-values of the ``number``-th look at an experiment are multiplied by: k (k + 1).
-
-    Its 1 / (k (k + 1)) of the level sum to no more than the level, however often somebody looks.
-    """
+    """Return what the p-values of the k-th look at an experiment are multiplied by: k (k + 1). The shares of the level,
+    1 / (k (k + 1)), sum to no more than the level, however often somebody looks."""
     return number * (number + 1)
 
 
@@ -188,21 +170,21 @@ def count_look(root: Path, seeds: int) -> int:
     """Return how many numbers of seeds the arms below ``root`` were judged at, ``seeds`` included, which is noted."""
     file = root / LOOKS
     try:
-        before = [int(value) for value in json.loads(file.read_text())]
+        looks = [int(value) for value in json.loads(file.read_text())]
     except (OSError, ValueError, TypeError):
-        before = []
-    looks = [*before, seeds] if seeds not in before else before[: before.index(seeds) + 1]
-    if seeds not in before:
+        looks = []
+    if seeds not in looks:
+        looks.append(seeds)
         file.write_text(json.dumps(looks))
-    return len(looks)
+    return looks.index(seeds) + 1
 
 
 def shows_the_loss(loss: Loss, control: Values) -> bool:
-    """Return whether the control loses at least a quarter (`DECISIVE`) of what the run lost; true where nothing was."""
+    """Return whether the control loses more than counts as none of what the run lost; true where nothing was."""
     if not control or not loss.size:
         return True
-    level = sum(control.values()) / len(control)
-    return (loss.before - level if loss.back == "higher" else level - loss.before) >= DECISIVE * loss.size
+    fallen = loss.before - fmean(control.values())
+    return (fallen if loss.back == "higher" else -fallen) > loss.margin
 
 
 def beside_the_best(
@@ -256,41 +238,31 @@ def _seeds_told(undecided: Sequence[Judged]) -> str:
 
 
 def judge(branch: Branch, root: Path, looks: int = 1) -> Judgement:
-    """Return the judgement of the finished runs below ``root``. Raises `NothingFinished` where there is none.
-
-    ``looks``: which look at these arms this is.
-    """
+    """Return the judgement of the finished runs below ``root``. ``looks``: which look at these arms this is."""
     price = price_of_look(looks)
     results = read_results(branch, root)
     by_name = {arm.name: arm for arm in branch.arms}
     control = results.outcomes[CONTROL]["loss"]
     is_lost = shows_the_loss(branch.loss, control)
-    arms = [
-        Judged(
+    lost = branch.loss.before - fmean(control.values()) if control and branch.loss.size else 0.0
+    arms = []
+    for decision in results.decisions(price):
+        effect, is_open = decision.effect, decision.verdict == "undecided"
+        judged = Judged(
             by_name[decision.name],
             results.outcomes[decision.name]["loss"],
-            decision.effect,
+            effect,
             decision.p,
             min(1.0, price * decision.p_holm),
-            _restored(branch, decision.effect, control),
+            effect.mean / lost if effect and lost else None,
             WORDS[decision.verdict] if is_lost else NOT_JUDGED,
-            seeds_to_decide(decision.effect, branch.loss.margin, len(by_name))
-            if decision.verdict == "undecided" and decision.effect is not None
-            else None,
+            seeds_to_decide(effect, branch.loss.margin, len(by_name)) if effect and is_open else None,
         )
-        for decision in results.decisions(price)
-    ]
+        arms.append(judged)
     best, arms = beside_the_best(arms, control, branch.loss, price)
     repeated, difference = repeats_the_run(branch, root)
     unfinished = tuple(results.unfinished)
     return Judgement(branch, control, tuple(arms), repeated, difference, unfinished, best, looks)
-
-
-def _restored(branch: Branch, effect: Effect | None, control: Values) -> float | None:
-    if effect is None or not control or not branch.loss.size:
-        return None
-    lost = branch.loss.before - sum(control.values()) / len(control)
-    return effect.mean / lost if lost else None
 
 
 def repeats_the_run(branch: Branch, root: Path) -> tuple[int, str | None]:
@@ -301,25 +273,19 @@ def repeats_the_run(branch: Branch, root: Path) -> tuple[int, str | None]:
     folder = root / run_name(CONTROL, 0)
     if state_of(folder) not in FINISHED:
         return 0, None
-    end = branch.begin + branch.steps
-    both = [
-        {int(r["step"]): _learned(r) for r in read_metrics(path) if branch.begin <= r["step"] < end}
-        for path in (RunDirectory(branch.parent).metrics, RunDirectory(folder).metrics)
+    paths = (RunDirectory(branch.parent).metrics, RunDirectory(folder).metrics)
+    both = [{int(r["step"]): r for r in read_metrics(path)} for path in paths]
+    last = branch.recipe_of_run.num_steps  # the last record of a run has its last validation alone
+    steps = [s for s in sorted(both[0].keys() & both[1].keys()) if branch.begin <= s < branch.begin + branch.steps]
+    learned = [
+        [{k: v for k, v in records[s].items() if not k.startswith("alarm/")} for s in steps if s != last]
+        for records in both
     ]
-    steps = sorted(both[0].keys() & both[1].keys())
-    if branch.parent_ends_at in steps:  # the last record of a run has its last validation alone
-        steps.remove(branch.parent_ends_at)
-    return len(steps), first_difference(*([records[step] for step in steps] for records in both))
-
-
-def _learned(record: Mapping[str, float]) -> dict[str, float]:
-    return {key: value for key, value in record.items() if not key.startswith("alarm/")}
+    return len(learned[0]), first_difference(*learned)
 
 
 def _changes(branch: Branch, arm: Arm) -> str:
-    return ", ".join(
-        f"{key} {_value(value_at(branch.recipe_of_run, key))} → {_value(value)}" for key, value in arm.keys.items()
-    )
+    return ", ".join(f"{key} {_value(old)} → {_value(new)}" for key, (old, new) in branch.changes(arm).items())
 
 
 def _value(value: Any) -> str:
@@ -357,9 +323,8 @@ def plan_page(branch: Branch, num_parallel: int, ranks: int) -> str:
     lines += _left_out(branch)
     runs = (len(branch.arms) + 1) * len(branch.study.seeds)
     lines += ["", f"{runs} runs, {runs * branch.steps} steps"]
-    seconds = branch.planned_seconds(runs)
-    if seconds is not None:
-        hours = seconds / 3600
+    if times := [r["perf/time/step"] for r in read_metrics(branch.parent) if "perf/time/step" in r]:
+        hours = median(times) * branch.steps * runs / 3600
         lines[-1] += (
             f": {hours:.3g} hours by the run's own steps, {hours / num_parallel:.3g} with {num_parallel} at a time, "
             f"{hours * ranks:.3g} rank-hours; start-up apart"
@@ -370,11 +335,10 @@ def plan_page(branch: Branch, num_parallel: int, ranks: int) -> str:
 def page(judgement: Judgement) -> str:
     """Return the judgement as text."""
     branch = judgement.branch
-    control = list(judgement.control.values())
     rows = [["arm", "undoes", "mean", "effect", "95% interval", "p (Holm)", "restores", "verdict"]]
-    rows.append([CONTROL, "–", _short(sum(control) / len(control)) if control else "–", *["–"] * 5])
+    rows.append([CONTROL, "–", _mean(judgement.control), *["–"] * 5])
     rows += [_row(judged) for judged in judgement.arms]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = _heading(branch)
     lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f"  {arm.name}: {arm.note}" for arm in branch.arms if arm.note]
@@ -384,9 +348,8 @@ def page(judgement: Judgement) -> str:
     if judgement.difference is not None:
         lines.append(f"The control with the run's own seeds differs from the run: {judgement.difference}")
     elif judgement.repeated:
-        lines.append(
-            f"The control with the run's own seeds repeats {judgement.repeated} steps of the run, bit for bit."
-        )
+        text = f"The control with the run's own seeds repeats {judgement.repeated} steps of the run, bit for bit."
+        lines.append(text)
     lines += _chances(judgement)
     if judgement.unfinished:
         lines.append(f"Not finished: {', '.join(judgement.unfinished)}; the same command goes on")
@@ -414,8 +377,7 @@ def _chances(judgement: Judgement) -> list[str]:
 
 
 def _row(judged: Judged) -> list[str]:
-    values, effect = list(judged.values.values()), judged.effect
-    row = [judged.arm.name, judged.arm.suspect, _short(sum(values) / len(values)) if values else "–"]
+    row, effect = [judged.arm.name, judged.arm.suspect, _mean(judged.values)], judged.effect
     if effect is None:
         return [*row, *["–"] * 4, judged.verdict]
     interval = f"[{effect.alike_lower:+.3g}, {effect.alike_upper:+.3g}]"
@@ -423,5 +385,5 @@ def _row(judged: Judged) -> list[str]:
     return [*row, f"{effect.mean:+.3g}", interval, f"{judged.p_holm:.2g}", restored, judged.verdict]
 
 
-def _short(value: float) -> str:
-    return f"{value:.3g}"
+def _mean(values: Values) -> str:
+    return f"{fmean(values.values()):.3g}" if values else "–"

@@ -17,7 +17,7 @@ Recipe = Mapping[str, Any]
 FIRST = 10  # records that say what a run was like at its start
 UP, DOWN = True, False
 HIGHEST = 0.9  # rates above this share of the highest one count as the highest
-UPDATE, KL, RHO = "noise/relative_update", "actor/ppo_kl", "mismatch/rho_std"
+UPDATE, KL, RHO, RATE = "noise/relative_update", "actor/ppo_kl", "mismatch/rho_std", "actor/lr"
 ENTROPY, LENGTH, CUT = "actor/entropy", "response_length/mean", "response_length/clip_ratio"
 POLICY = (REWARD, HELD_OUT, ENTROPY, LENGTH, CUT)  # what a first policy does
 
@@ -27,36 +27,23 @@ SAFE_KL = 0.02  # of a batch
 
 
 @dataclass(frozen=True)
-class Seen:
-    """``excess``: a number of a run over the constant that is safe, weighed by what speaks for and against it."""
-
-    excess: float
-    text: str
-    supports: tuple[str, ...] = ()
-    contradicts: tuple[str, ...] = ()
-    test: tuple[str, ...] = ()
-    always: bool = False  # not a constant of the run: something happened at a step
-    own: Change | None = None  # what happened
-    name: str = ""  # of what may look like this, where that is more than the row of the table
-
-
-@dataclass(frozen=True)
 class Suspect:
-    """One possible cause. ``keys``: of the recipe; ``test``: overrides that undo it; ``apart``: what tells it from its
-    neighbours. ``excess``: how far its number is above what counts, weighed; no probability. ``own``: the departure it
-    is suspected for, None for a constant; ``is_last``: another one comes before it. ``causes``: rows of the table, of
-    which ``name`` is made where metrics do not tell them apart.
+    """One possible cause. ``excess``: a number over what is safe, weighed by what speaks for and against it; no
+    probability. ``always``: something happened, it is no constant of the run. ``own``: the departure that it is
+    suspected for; ``is_last``: another one comes before it. ``causes``: rows of the table (`causes.Cause`), of which
+    ``name`` is made where metrics do not tell them apart; ``keys``, ``test`` and ``apart`` are theirs.
     """
 
-    name: str
-    keys: tuple[str, ...]
-    observation: str
     excess: float
+    observation: str
     supports: tuple[str, ...] = ()
     contradicts: tuple[str, ...] = ()
     test: tuple[str, ...] = ()
-    apart: str = ""
+    always: bool = False
     own: Change | None = None
+    name: str = ""
+    keys: tuple[str, ...] = ()
+    apart: str = ""
     is_last: bool = False
     causes: tuple[str, ...] = ()
 
@@ -80,7 +67,6 @@ class Case:
         return self.records[: len(self.up_to(self.sign)) + 5]
 
     def up_to(self, step: int | None) -> Records:
-        """The records up to a step, or all."""
         return [record for record in self.records if step is None or record["step"] <= step]
 
     def values(self, metric: str, until: int | None = None) -> list[float]:
@@ -93,9 +79,9 @@ class Case:
 
     @property
     def first_step(self) -> Change | None:
-        """What a policy does otherwise than that of another run before anything was learned."""
+        """What a policy does otherwise than that of another run before anything was learned, and nobody changed."""
         start = int(self.records[0]["step"])
-        found = [change for change in self.changes if change.step == start and change.metric in POLICY]
+        found = [c for c in self.changes if c.step == start and c.metric in POLICY and not self.is_explained]
         return min(found, key=lambda change: change.stage, default=None)
 
     def at_the_highest_rate(self, metric: str) -> float | None:
@@ -103,18 +89,13 @@ class Case:
 
         A rate is set from outside, by a schedule or a changed recipe: a rise of it is no symptom.
         """
-        highest = max(self.values("actor/lr", self.sign), default=0.0)
-        return Case([r for r in self.records if r.get("actor/lr", highest) >= HIGHEST * highest], {}).first(metric)
+        highest = max(self.values(RATE, self.sign), default=0.0)
+        return Case([r for r in self.records if r.get(RATE, highest) >= HIGHEST * highest], {}).first(metric)
 
     @property
     def is_sparse(self) -> bool:
         """Whether records are so far apart that what happens by and by seems to happen at once."""
         return median(b["step"] - a["step"] for a, b in pairwise(self.records)) > AFTER if self.records[1:] else False
-
-    @property
-    def samples_moved(self) -> bool:
-        """Whether what the policy writes or earns is among the first departures."""
-        return any(self.departed(metric) for metric in (REWARD, LENGTH, CUT))
 
     @property
     def updates_are_large(self) -> bool:
@@ -137,8 +118,7 @@ class Case:
         # What departs first of all, and what jumps first of all that a policy can make.
         onsets = (*early[:1], *[c for c in early if c.is_jump and not c.is_foreign][:1])
         fits = [c for c in early if c.metric == metric and up in (None, c.after > c.before)]
-        fits = [c for c in fits if c.is_foreign or any(0 <= self.between(onset, c) <= AFTER for onset in onsets)]
-        return next((c for c in fits if c.is_jump), next(iter(fits), None))
+        return sharpest([c for c in fits if c.is_foreign or any(0 <= self.between(o, c) <= AFTER for o in onsets)])
 
     def between(self, one: Change, other: Change) -> int:
         """How many records the first one is ahead of the other; below 0 where it is behind."""
@@ -171,9 +151,9 @@ def two(value: float) -> str:
     return f"{float(f'{value:.2g}'):g}"
 
 
-def share_moved(rows: Records, at: int, metric: str) -> float:
-    values = [float(r.get(metric, math.nan)) for r in rows]
-    return abs(sum(values[at : at + 3]) / max(sum(values[at - 3 : at]), 1e-9) - 1)
+def sharpest(changes: Sequence[Change]) -> Change | None:
+    """The first jump, or else the first."""
+    return next((change for change in changes if change.is_jump), next(iter(changes), None))
 
 
 def largest_fall(means: Sequence[float]) -> tuple[float, int]:

@@ -41,18 +41,13 @@ class Event:
     weight: Literal["strong", "weak", "none"] = "strong"
 
     def __str__(self) -> str:
-        return (
-            f"{self.key}: {_short(self.old)} → {_short(self.new)}" if (self.old, self.new) != (None, None) else self.key
-        )
+        is_known = (self.old, self.new) != (None, None)
+        return f"{self.key}: {_short(self.old)} → {_short(self.new)}" if is_known else self.key
 
 
 def _short(value: Any) -> str:
     text = "null" if value is None else json.dumps(value) if isinstance(value, list | dict) else str(value)
     return text if len(text) <= 60 else f"{text[:60]} …"
-
-
-def _matches(key: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], step: int | None) -> list[Event]:
@@ -63,17 +58,18 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], step: int | Non
     events = []
     for decides, changes in ((True, others), (False, allowed)):
         for key in (change.key for change in changes if not change.key.startswith(sections)):
-            is_strong = (decides and not key.startswith("validation.")) or _matches(key, LEARNS)
-            weight = "strong" if is_strong else "none" if _matches(key, INERT) else "weak"
+            matches = [any(fnmatchcase(key, pattern) for pattern in patterns) for patterns in (LEARNS, INERT)]
+            is_strong = (decides and not key.startswith("validation.")) or matches[0]
+            weight = "strong" if is_strong else "none" if matches[1] else "weak"
             events.append(Event(step, "recipe", key, value_at(old, key), value_at(new, key), weight))
     return events
 
 
-def value_at(recipe: Mapping[str, Any], path: str) -> Any:
-    """A key of a recipe, or `ABSENT`."""
+def value_at(recipe: Mapping[str, Any], path: str, missing: Any = ABSENT) -> Any:
+    """A key of a recipe; ``missing`` where a section on the way is null or lacks it."""
     value: Any = recipe
     for name in path.split("."):
-        value = value.get(name, ABSENT) if isinstance(value, Mapping) else ABSENT
+        value = value.get(name, missing) if isinstance(value, Mapping) else missing
     return value
 
 
@@ -81,16 +77,14 @@ def history_of(directory: RunDirectory, records: Records = ()) -> tuple[Event, .
     """What changed in the run of ``directory``, in the order of its steps."""
     recipes = [(step, read_recipe(path)) for step, path in recipes_of(directory)]
     events = [e for (_, old), (step, new) in pairwise(recipes) for e in changed_keys(old, new, step)]
-    starts = _starts_of(directory)
-    for old, new in pairwise(starts):
+    for old, new in pairwise(_starts_of(directory)):
         events.append(Event(new.get("step"), "resume", "resumed", weight="none"))
         events += _environment(old, new, new.get("step"))
     rollbacks = _json(directory.rollbacks)
     for rollback in rollbacks if isinstance(rollbacks, list) else []:
         names = ", ".join(map(str, rollback.get("alarms", ())))
-        events.append(
-            Event(rollback.get("to"), "rollback", f"taken back from step {rollback.get('at')} ({names})", weight="weak")
-        )
+        text = f"taken back from step {rollback.get('at')} ({names})"
+        events.append(Event(rollback.get("to"), "rollback", text, weight="weak"))
     for metric in SERVERS:
         rows = [(int(r["step"]), r[metric]) for r in records if metric in r]
         changes = [(step, old, new) for (_, old), (step, new) in pairwise(rows) if old != new]
@@ -99,14 +93,12 @@ def history_of(directory: RunDirectory, records: Records = ()) -> tuple[Event, .
 
 
 def _environment(old: Mapping[str, Any], new: Mapping[str, Any], step: int | None) -> list[Event]:
-    events = []
-    if "identity" in old and "identity" in new:
-        files = differences(old["identity"], new["identity"])  # a file that is absent is another key of the recipe
-        events = [Event(step, "file", c.key, c.old, c.new) for c in files if ABSENT not in (c.old, c.new)]
-    for change in differences(_compared(old), _compared(new)):
-        if not any(part in change.key for part in IDLE) and ABSENT not in (change.old, change.new):
-            events.append(Event(step, "environment", change.key, change.old, change.new, "weak"))
-    return events
+    both = "identity" in old and "identity" in new
+    files = differences(old["identity"], new["identity"]) if both else []
+    events = [Event(step, "file", c.key, c.old, c.new) for c in files]
+    changes = [c for c in differences(_compared(old), _compared(new)) if not any(part in c.key for part in IDLE)]
+    events += [Event(step, "environment", c.key, c.old, c.new, "weak") for c in changes]
+    return [event for event in events if ABSENT not in (event.old, event.new)]  # that is another key of the recipe
 
 
 def _starts_of(directory: RunDirectory) -> list[dict[str, Any]]:
@@ -134,9 +126,7 @@ def differing(run: RunDirectory, other: RunDirectory, step: int) -> tuple[Event,
     events += _environment(old, new, step)
     digests = {key: f"identity.{key}" for key in ("data.train", "data.validation")} | {"model.path": "identity.model"}
     for key, digest in digests.items():
-        if (
-            value_at(old, digest) == value_at(new, digest) != ABSENT
-        ):  # the same in another folder; weights are not in it
+        if value_at(old, digest) == value_at(new, digest) != ABSENT:  # the same in another folder, but for weights
             weight = "weak" if key == "model.path" else "none"
             events = [replace(e, weight=weight) if e.key == key and e.kind == "recipe" else e for e in events]
     return tuple(event for event in events if event.weight != "none" and event.key.split(".")[-1] != "seed")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -30,6 +32,7 @@ from megatron_rl.monitor.alarms import (
     score_run,
     score_set,
 )
+from megatron_rl.process.host import format_table
 
 if TYPE_CHECKING:
     from megatron_rl.instruments.foreign.read import Run
@@ -64,21 +67,20 @@ def run_why(options: argparse.Namespace) -> int:
     from megatron_rl.instruments.why.onset import begins_at_start, find, page
     from megatron_rl.run.identity import read_recipe
 
-    run = read_run(options.run)
-    folder = options.run.parent if options.run.is_file() and run.is_own else options.run
+    run, good = read_run(options.run), options.against and read_run(options.against)
     if not run.records:
         raise InputError(f"{options.run}: no step is recorded yet")
     if run.is_own and options.overrides:
         raise InputError("--set: a run of megatron-rl has its recipe; --set is for logs of other projects")
-    recipe = read_recipe(RunDirectory(folder).recipe) if run.is_own else values_of(options.overrides)
-    history = history_of(RunDirectory(folder), run.records) if run.is_own else ()
-    good = None if options.against is None else read_run(options.against)
-    if good is not None and run.is_own and good.is_own:
-        there = options.against.parent if options.against.is_file() else options.against
-        own = {event.key for event in history}
-        others = differing(RunDirectory(folder), RunDirectory(there), int(run.records[0]["step"]))
+    folder, history, recipe = options.run, (), {} if run.is_own else values_of(options.overrides)
+    if run.is_own:
+        folder = _folder(options.run)
+        recipe, history = read_recipe(RunDirectory(folder).recipe), history_of(RunDirectory(folder), run.records)
+    if run.is_own and good and good.is_own:
+        own, there = {event.key for event in history}, RunDirectory(_folder(options.against))
+        others = differing(RunDirectory(folder), there, int(run.records[0]["step"]))
         history = (*(event for event in others if event.key not in own), *history)
-    finding = find(str(folder), run.records, recipe, history, None if good is None else good.records)
+    finding = find(str(folder), run.records, recipe, history, good and good.records)
     rules = Alarms(own_rules(recipe), level_rules(recipe)).rules
     lacks = {} if run.is_own else blind_rules(completed(run.records), rules)
     if options.json:
@@ -95,12 +97,15 @@ def run_why(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _folder(run: Path) -> Path:
+    return run.parent if run.is_file() else run
+
+
 def add_score_alarms(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="Read this run directory, metrics.jsonl or log."
-    )
-    own = "Take the rules of this recipe or YAML list (default: each run's own)."
-    parser.add_argument("--rules", type=Path, metavar="FILE", help=own)
+    text = "Read this run directory, metrics.jsonl or log."
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=text)
+    text = "Take the rules of this recipe or YAML list (default: each run's own)."
+    parser.add_argument("--rules", type=Path, metavar="FILE", help=text)
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
 
 
@@ -152,38 +157,34 @@ def rules_of(run: Run, given: Path | None) -> list[AlarmRule]:
         return read_rules(given)
     if not run.is_own:
         return level_rules({})
-    return Alarms.of(read_recipe((run.path.parent if run.path.is_file() else run.path) / "recipe.resolved.yaml")).rules
+    return Alarms.of(read_recipe(_folder(run.path) / "recipe.resolved.yaml")).rules
 
 
-def score_packed(files: list[Path], rules: Path | None) -> dict[str, SetScore]:
+def score_packed(files: list[Path], given: Path | None) -> dict[str, SetScore]:
     """The two halves of the runs in ``files``, each distinct run once, and the score of the rules on each."""
-    runs = distinct([run for file in files for run in read_packed(file)])
-    own = read_rules(rules) if rules else None
-    judged = [(run, Alarms.of(run.recipe).rules if own is None else own) for run in runs]
-    return {
-        half: score_set([pair for pair in judged if pair[0].half == half], CollapseRule()) for half in ("set", "judge")
-    }
+    own = read_rules(given) if given else None
+    halves: dict[str, list[Any]] = {"set": [], "judge": []}
+    for run in distinct([run for file in files for run in read_packed(file)]):
+        halves[run.half].append((run, Alarms.of(run.recipe).rules if own is None else own))
+    return {half: score_set(pairs, CollapseRule()) for half, pairs in halves.items()}
 
 
 def print_halves(halves: dict[str, SetScore]) -> None:
     """A row for each half, then what was missed and which rules were wrong."""
-    rows = [("half", "runs", "collapses", "noticed", "in time", "median lead", "healthy steps", "false per 1000")]
-    for half, score in halves.items():
-        rate, lead = f"{score.false_per_thousand:.2f}", f"{score.median_lead:g}"
-        noticed = f"{score.share_noticed:.1%}"
-        rows.append((half, score.runs, score.collapses, noticed, score.in_time, lead, score.healthy_steps, rate))
-    print_rows(rows)
+    rows = []
+    for half, s in halves.items():
+        noticed, rate = f"{s.share_noticed:.1%}", f"{s.false_per_thousand:.2f}"
+        rows.append((half, s.runs, s.collapses, noticed, s.in_time, s.median_lead, s.healthy_steps, rate))
+    print_rows("half runs collapses noticed in-time median-lead healthy-steps false-per-1000", rows)
     for half, score in halves.items():
         false = ", ".join(f"{name} {count}" for name, count in Counter(score.false_alarms).most_common())
         print(f"{half}: false alarms: {false or 'none'}; not noticed: {', '.join(score.missed) or 'none'}")
 
 
-def print_rows(rows: list[tuple[object, ...]]) -> None:
-    """Print rows below each other, None as a dash."""
-    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+def print_rows(header: str, rows: Sequence[Sequence[object]]) -> None:
+    """Print rows below each other: None as a dash, three digits of a mean."""
+    cells = [["-" if c is None else f"{c:.3g}" if isinstance(c, float) else str(c) for c in row] for row in rows]
+    print(format_table(header.split(), cells))
 
 
 def read_rules(path: Path) -> list[AlarmRule]:
@@ -208,13 +209,12 @@ def print_table(scores: dict[str, list[RuleScore]]) -> None:
     """Print one row per run and rule, then one per rule over all runs."""
     every = [(run, row) for run, rows in scores.items() for row in rows]
     told = [(run, r.rule, r.collapse, next(iter(r.fired), None), r.lead, r.false_alarms) for run, r in every]
-    print_rows([("run", "rule", "collapse", "first", "lead", "false"), *told])
+    print_rows("run rule collapse first lead false", told)
     print()
-    rows = [("rule", "collapses", "warned", "mean lead", "false alarms", "runs")]
+    rows = []
     for rule in dict.fromkeys(row.rule for _, row in every):
         of_rule = [row for _, row in every if row.rule == rule]
         leads = [row.lead for row in of_rule if row.lead is not None]
-        mean = f"{sum(leads) / len(leads):.0f}" if leads else None
         collapses, false = sum(r.collapse is not None for r in of_rule), sum(r.false_alarms for r in of_rule)
-        rows.append((rule, collapses, len(leads), mean, false, len(of_rule)))
-    print_rows(rows)
+        rows.append((rule, collapses, len(leads), fmean(leads) if leads else None, false, len(of_rule)))
+    print_rows("rule collapses warned mean-lead false-alarms runs", rows)

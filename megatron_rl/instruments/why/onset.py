@@ -83,18 +83,18 @@ class Finding:
     @property
     def changed_at(self) -> int | None:
         """The newest step up to the first sign from which something was in force that changes what is learned."""
-        sign = self.first_sign
-        steps = [e.step for e in self.history if e.weight == "strong" and e.step is not None and e.step <= (sign or 0)]
-        return max(steps, default=None)
+        return max((e.step for e in self.made("strong") if e.step is not None), default=None)
+
+    def made(self, weight: str) -> list[Event]:
+        """What somebody changed up to the first sign."""
+        return [e for e in self.history if e.weight == weight and (e.step or 0) <= (self.first_sign or 0)]
 
     @property
     def onset(self) -> int | None:
-        """The step at which the trouble began; None for a healthy run.
-
-        The first departure up to the first sign, and not before what was changed last; without one the sign.
+        """The step of the first departure up to the first sign, and not before what was changed last; without one the
+        sign; None for a healthy run.
         """
-        sign = self.first_sign
-        if sign is None:
+        if (sign := self.first_sign) is None:
             return None
         least = max(self.changed_at or 0, sign - AHEAD if self.since is None else self.since)
         return min((change.step for change in self.changes if least <= change.step <= sign), default=sign)
@@ -118,30 +118,26 @@ def find(
     compared = () if good is None else differences(records, completed(good))
     collapse = first_collapse(records, CollapseRule())
     steps = sorted({int(record["step"]) for record in records if len(record) > 1})
-    present = {metric for record in records for metric in record}
-    unmeasured = tuple(metric for metric in WATCHED if metric not in present)
+    unmeasured = tuple(metric for metric in WATCHED if not any(metric in record for record in records))
     signs = _signs(records, recipe, collapse)
     if lower := [c for c in compared if c.metric in (REWARD, HELD_OUT)]:
         text = f"{lower[0].metric} is {two(lower[0].after)}, and {two(lower[0].before)} in the other run"
         signs = tuple(sorted((*signs, Sign("below-the-other", lower[0].step, text)), key=lambda sign: sign.step))
     seen = Finding(name, _num_steps(records), collapse, signs, compared, (), tuple(history), unmeasured)
     seen = replace(seen, is_compared=good is not None and bool(compared or not signs))
-    sign = seen.first_sign
-    if sign is None:
+    if (sign := seen.first_sign) is None:
         return replace(seen, rises=_rises(records))
     at = max((i for i, step in enumerate(steps) if step <= sign), default=0)
     first, last = steps[max(0, at - AHEAD)], steps[min(len(steps) - 1, at + AFTERWARDS)]
-    first = first if seen.changed_at is None else min(first, seen.changed_at)
+    seen = replace(seen, since=first if seen.changed_at is None else min(first, seen.changed_at))
     if not seen.is_compared:
-        changes = departures(records, first, last)
-        if not any(c.metric == REWARD for c in changes) and (fell := _lasting_fall(records)) is not None:
-            changes = tuple(sorted((*changes, fell), key=lambda change: change.step))
-        seen = replace(seen, changes=changes)
-    seen = replace(seen, since=first)
-    changed = [event.key for event in history if event.weight == "strong" and (event.step or 0) <= sign]
+        changes = departures(records, seen.since, last)
+        fell = None if any(c.metric == REWARD for c in changes) else _lasting_fall(records)
+        seen = replace(seen, changes=tuple(sorted((*changes, *filter(None, [fell])), key=lambda change: change.step)))
     made, later = _made(seen, steps), [c for c in seen.changes if c.step >= (seen.changed_at or 0) or c.is_foreign]
     leading = [suspect for suspect in made if seen.changed_at is not None and not suspect.contradicts]
     is_late = not seen.is_compared and bool(leading) and leading[0].excess < AT_ONCE
+    changed = [event.key for event in seen.made("strong")]
     others = suspects(Case(records, recipe, sign, later, changed, bool(leading) and not is_late))
     return replace(seen, suspects=_ranked(made, leading, others, is_late))
 
@@ -208,18 +204,15 @@ def _lasting_fall(records: Sequence[Mapping[str, float]]) -> Change | None:
 
 def _made(finding: Finding, steps: Sequence[int]) -> list[Suspect]:
     """What somebody changed before the sign, as suspects: the last first, all changes of a step together."""
-    sign, found = finding.first_sign, []
-    for weights in (("strong",), ("weak",)):
-        for step in sorted({e.step for e in finding.history if e.step is not None and e.step <= sign}, reverse=True):
-            events = [e for e in finding.history if e.step == step and e.weight in weights]
-            if not events or (weights == ("weak",) and found):
-                continue
+    found: list[Suspect] = []
+    for weight in ("strong", "weak"):
+        known = [event for event in finding.made(weight) if event.step is not None]
+        for step in sorted({event.step for event in known}, reverse=True):
             after = [change for change in finding.changes if change.step >= step]
             before = [change for change in finding.changes if change.step < step]
-            begins = min((change.step for change in after), default=sign)
-            distance = sum(step <= s < begins for s in steps)
-            is_strong = weights == ("strong",)
-            if not is_strong and (distance > AFTER and step > steps[0]):
+            begins = min((change.step for change in after), default=finding.first_sign)
+            distance, is_strong = sum(step <= s < begins for s in steps), weight == "strong"
+            if not is_strong and (found or (distance > AFTER and step > steps[0])):
                 continue
             near = AFTER if is_strong else 1 if step > steps[0] else -1  # two runs always differ a little
             excess = AT_ONCE if distance <= near else AT_ONCE / 2 if distance <= AHEAD and is_strong else 1 + near / 4
@@ -228,22 +221,23 @@ def _made(finding: Finding, steps: Sequence[int]) -> list[Suspect]:
             if distance > AFTER and (jump := next((c for c in after if c.step == begins and c.is_jump), None)):
                 against.append(f"{jump.metric} jumped {distance} records after it, and was as before until then")
                 excess = 1.0
-            kinds = "/".join(dict.fromkeys(event.kind for event in events))
+            events = [event for event in known if event.step == step]
+            name = f"{'/'.join(dict.fromkeys(event.kind for event in events))} change"
             text = f"from step {step} on: {'; '.join(map(str, events))}; the first departure is at step {begins}"
             test = tuple(f"{e.key}={json.dumps(e.old)}" for e in events if e.kind == "recipe")
-            keys = tuple(event.key for event in events)
-            name = f"{kinds} change"
-            found.append(Suspect(name, keys, text, excess, tuple(supports), tuple(against), test, causes=(name,)))
+            told, keys = (tuple(supports), tuple(against), test), tuple(event.key for event in events)
+            found.append(Suspect(excess, text, *told, name=name, keys=keys, causes=(name,)))
     return found
 
 
 def page(finding: Finding, run: Path | None, from_start: bool = False) -> str:
     """The finding as text. ``run``: its directory; None for a log of another project, which has no recipe.
-
-    ``from_start``: no checkpoint is early enough for `run branch`, which then begins where the run began.
-    """
+    ``from_start``: no checkpoint is early enough for `run branch`, which then begins where the run began."""
+    left = "the other run's curves (there → here)" if finding.is_compared else "the run's own healthy stretch"
+    departed = [f"  step {c.step:>5}  {c.metric:<28}{two(c.before)} → {two(c.after)}" for c in finding.changes]
+    departed = ["", f"What left {left}, in order:", *(departed or ["  nothing"] * finding.is_compared)]
     if finding.is_healthy:
-        return "\n".join(_well(finding))
+        return "\n".join([*_well(finding), *(departed if finding.is_compared else [])])
     lines = [f"{finding.run}: {finding.steps} steps", *_changed(finding), "", "Suspects, the likeliest first:"]
     for rank, suspect in enumerate(finding.suspects, start=1):
         lines += _told(rank, suspect, run)
@@ -253,7 +247,7 @@ def page(finding: Finding, run: Path | None, from_start: bool = False) -> str:
         lines.append(f"  not measured, so that nothing is said of it: {', '.join(finding.unmeasured)}")
     lines += ["", "What was seen, in order:"]
     lines += [f"  step {sign.step:>5}  {sign.name:<18}  {sign.text}" for sign in finding.signs]
-    lines += ["", *_departed(finding)]
+    lines += departed
     if not (finding.changes or finding.is_compared):
         lines += [f"  nothing: {BEFORE} records before and {AFTER} after are needed, or it was there from the first on"]
     decides = "A run that undoes one of them, over several seeds, decides."
@@ -264,21 +258,13 @@ def page(finding: Finding, run: Path | None, from_start: bool = False) -> str:
 
 
 def _well(finding: Finding) -> list[str]:
-    if REWARD in finding.unmeasured and "val/reward/mean" in finding.unmeasured:
+    if REWARD in finding.unmeasured and HELD_OUT in finding.unmeasured:
         return [f"{finding.run}: {finding.steps} steps; cannot tell: the log has no reward, and no other rule went off"]
     lines = [f"{finding.run}: {finding.steps} steps, no rule went off and no reward collapsed: nothing to explain"]
     if finding.rises is False:
-        lines += [
-            "The reward did not rise, either: that is no sign of harm, and none of learning (rate, signal, data)."
-        ]
-    lines += _changed(finding) if any(event.weight != "none" for event in finding.history) else []
-    return [*lines, "", *_departed(finding)] if finding.is_compared else lines
-
-
-def _departed(finding: Finding) -> list[str]:
-    left = "the other run's curves (there → here)" if finding.is_compared else "the run's own healthy stretch"
-    told = [f"  step {c.step:>5}  {c.metric:<28}{two(c.before)} → {two(c.after)}" for c in finding.changes]
-    return [f"What left {left}, in order:", *(told or ["  nothing"] * finding.is_compared)]
+        text = "The reward did not rise, either: that is no sign of harm, and none of learning (rate, signal, data)."
+        lines.append(text)
+    return lines + _changed(finding) * any(event.weight != "none" for event in finding.history)
 
 
 def _changed(finding: Finding) -> list[str]:
@@ -294,12 +280,11 @@ def _changed(finding: Finding) -> list[str]:
 
 def _earliest(finding: Finding) -> str:
     """The first departures, those of one step as a tie, and what followed."""
-    if not finding.changes:
-        return "not found"
-    first = finding.changes[0].step
-    ties = [change.metric for change in finding.changes if change.step == first]
-    later = [f"{change.metric} ({change.step})" for change in finding.changes if change.step > first][:3]
-    return f"{' and '.join(ties)} at step {first}" + (f", followed by {', '.join(later)}" if later else "")
+    steps = [change.step for change in finding.changes]
+    ties = [change.metric for change in finding.changes if change.step == steps[0]]
+    later = [f"{change.metric} ({change.step})" for change in finding.changes[len(ties) :]][:3]
+    followed = f", followed by {', '.join(later)}" if later else ""
+    return f"{' and '.join(ties)} at step {steps[0]}{followed}" if steps else "not found"
 
 
 def begins_at_start(finding: Finding, run: Path) -> bool:

@@ -11,7 +11,7 @@ from tests.unit.instruments.why.test_onset import records
 
 
 def test_every_measure_is_watched():
-    assert {metric for cause in CAUSES for metric in cause.measures} <= WATCHED.keys()
+    assert {metric for cause in CAUSES for metric in cause.measures.split()} <= WATCHED.keys()
 
 
 @pytest.mark.parametrize(("step", "is_suspect"), [(20, True), (23, True), (30, False), (41, False)])
@@ -19,6 +19,93 @@ def test_a_measure_counts_among_the_first_departures_up_to_the_sign(step, is_sus
     changes = [Change("actor/entropy", 20, 0.3, 0.9), Change("mismatch/rho_std", step, 1e-6, 0.2)]
     found = suspects(Case(records(), {}, 40, changes))
     assert ("mismatch" in [suspect.name for suspect in found]) == is_suspect
+
+
+def clipped(updates: int, name: str = "ppo_clip", **widths) -> dict:
+    return {"batch": {"minibatches": updates}, "objective": {"policy_term": {"name": name} | widths}}
+
+
+def lost(share: float):
+    return lambda step: 0.6 if step < 20 else 0.6 * (1 - share)
+
+
+LARGE = {"noise__relative_update": 3e-3}
+DOSE = {"exact": {"noise": {"kind": "logits"}}}
+
+
+@pytest.mark.parametrize(
+    ("cause", "recipe", "harmless", "harmful"),
+    [
+        ("learning rate", {}, {"noise__relative_update": 1.9e-3}, {"noise__relative_update": 2.1e-3}),
+        ("optimizer", {}, {"noise__update_rms": 1.9e-4}, {"noise__update_rms": 2.1e-4}),  # two rates
+        ("optimizer", {}, {"noise__update_rms": lambda s: 1e-5 if s != 20 else 1e-2}, {"noise__update_rms": 1e-2}),
+        ("overflow", {}, {"actor__update_skipped": 0.04}, {"actor__update_skipped": 0.06}),
+        ("routing", {}, {"router__agree_frac": 0.96}, {"router__agree_frac": 0.94}),
+        ("rounding", {}, {"mismatch__rho_std": 0.029}, {"mismatch__rho_std": 0.031}),
+        ("dose of mismatch", DOSE, {"mismatch__rho_std": 0.029}, {"mismatch__rho_std": 0.031}),
+        ("staleness", {}, {"rollout__staleness_mean": 0.9}, {"rollout__staleness_mean": 1.1}),
+        ("data", {}, {"val__reward__mean": 0.75}, {"val__reward__mean": 0.8}),  # of 0.51
+        (
+            "length",
+            {},
+            {"response_length__mean": lambda s: 10.0 + 5 * (s > 20)},
+            {"response_length__mean": lambda s: 10.0 + 7 * (s > 20)},
+        ),
+        ("length", {}, {"response_length__clip_ratio": 0.24}, {"response_length__clip_ratio": 0.26}),
+        (
+            "length",
+            {},
+            {"response_length__clip_ratio": lambda s: float(s in (20, 22))},
+            {"response_length__clip_ratio": lambda s: float(20 <= s < 23)},
+        ),
+        ("reward", {}, {"critic__rewards__mean": lost(0.2)}, {"critic__rewards__mean": lost(0.3)}),
+        ("reward", {}, LARGE | {"critic__rewards__mean": lost(0.4)}, LARGE | {"critic__rewards__mean": lost(0.9)}),
+        (
+            "no signal",
+            {},
+            {"groups__no_signal_frac": lambda s: 0.5 + 0.5 * (s > 36)},
+            {"groups__no_signal_frac": lambda s: 0.5 + 0.5 * (s > 35)},
+        ),
+        ("no signal", {}, {"groups__no_signal_frac": 1.0}, {"groups__no_signal_frac": lambda s: float(s > 2)}),
+        (
+            "no signal",
+            {},
+            {"groups__all_solved_frac": 0.04, "groups__none_solved_frac": 0.96},
+            {"groups__all_solved_frac": 0.06, "groups__none_solved_frac": 0.94},
+        ),
+        (
+            "no signal",
+            {},
+            {"groups__all_solved_frac": 0.5, "groups__none_solved_frac": 0.4},
+            {"groups__all_solved_frac": 0.5, "groups__none_solved_frac": 0.5},
+        ),
+    ],
+)
+def test_a_number_counts_from_its_bound_on(cause, recipe, harmless, harmful):
+    for metrics, is_suspect in ((harmless, False), (harmful, True)):
+        found = suspects(Case(records(**metrics, actor__lr=1e-4), recipe, 40))
+        assert (cause in {name for suspect in found for name in suspect.causes}) == is_suspect
+
+
+@pytest.mark.parametrize(
+    ("cause", "harmless", "harmful", "metrics"),
+    [
+        ("updates a batch", {"batch": {"minibatches": 4}}, {"batch": {"minibatches": 5}}, {}),
+        ("updates a batch", {"batch": {"minibatches": 1}}, {"batch": {"minibatches": 2}}, {"actor__ppo_kl": 10.0}),
+        ("clip range", clipped(2, clip_high=0.39), clipped(2, clip_high=0.41), {}),
+        ("clip range", clipped(1, clip_high=50.0), clipped(2, clip_low=0.41), {}),
+        ("clip range", clipped(2, "gspo", clip_high=50.0), clipped(2, clip_high=50.0), {}),
+        ("staleness", {"rollout": {"max_staleness": 1}}, {"rollout": {"max_staleness": 2}}, {}),
+        ("temperature", {"rollout": {"temperature": 1.1}}, {"rollout": {"temperature": 1.2}}, {}),
+        ("temperature", {"rollout": {"temperature": 0.9}}, {"rollout": {"temperature": 0.8}}, {}),
+        ("temperature", {}, {"rollout": {"temperature": 0}}, {}),
+        ("rounding", DOSE, {}, {"mismatch__rho_std": 0.2}),
+    ],
+)
+def test_a_key_counts_from_its_bound_on(cause, harmless, harmful, metrics):
+    for recipe, is_suspect in ((harmless, False), (harmful, True)):
+        found = suspects(Case(records(**metrics), recipe, 40))
+        assert (cause in {name for suspect in found for name in suspect.causes}) == is_suspect
 
 
 ENTROPY, RHO = Change("actor/entropy", 20, 0.3, 0.9, 3.0), Change("mismatch/rho_std", 20, 1e-6, 0.2)

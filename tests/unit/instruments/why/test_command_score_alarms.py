@@ -28,7 +28,7 @@ def test_long_names_have_a_column_of_their_own(tmp_path, capsys):
     rule = [{**GROWTH_RULE, "above": 0.01, "name": "a-rule-whose-name-is-long-too"}]
     (tmp_path / "rules.yaml").write_text(json.dumps(rule))
     assert main(["score-alarms", str(run), "--rules", str(tmp_path / "rules.yaml")]) == 0
-    head, row = (line.split() for line in capsys.readouterr().out.splitlines()[:2])
+    head, _, row = (line.split() for line in capsys.readouterr().out.splitlines()[:3])
     assert row[:2] == [str(run), "a-rule-whose-name-is-long-too"]
     assert len(row) == len(head)
 

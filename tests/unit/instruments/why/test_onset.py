@@ -145,6 +145,21 @@ def test_a_reward_that_breaks_under_the_same_policy_is_the_judges_the_answers_or
     assert {"reward.name", "data.train", "data.prompt"} <= {*first.keys}
 
 
+@pytest.mark.parametrize(
+    ("updates", "first", "is_large"),
+    [
+        ({"noise__relative_update": 6e-3}, "learning rate", True),
+        ({"actor__ppo_kl": 0.1}, "reward or prompts", True),
+        ({}, "reward or prompts", False),
+    ],
+)
+def test_large_updates_may_lose_a_reward_at_once(updates, first, is_large):
+    found = find("run", records(critic__rewards__mean=falls(30, 1), **updates), {}).suspects
+    assert found[0].name == first
+    reward = next(suspect for suspect in found if "reward" in suspect.causes)
+    assert reward.contradicts == ("updates are large: these may lose it as fast",) * is_large
+
+
 def test_a_fall_that_lasts_is_a_sign():
     fell = find("run", records(critic__rewards__mean=lambda s: (0.6 if s < 20 else 0.45) + 0.01 * (s % 2)), {})
     assert [sign.name for sign in fell.signs] == ["reward-fell"]
