@@ -12,7 +12,7 @@ ELSEWHERE = ("support/rounding.py", "unit/support/test_tolerances.py")
 STATEMENTS = {
     "e2e/test_delta_nets.py::test_log_probs_are_transformers_before_and_after_an_update": "families.md: 2e-5",
     "e2e/test_delta_nets.py::test_a_sequence_that_loses_its_place_is_read_again": "families.md: 2e-5",
-    "parallel/test_learner_teacher.py::test_the_losses_of_mini_batches_are_averaged": "mini-batches of unequal length: about",
+    "parallel/test_learner_teacher.py::test_the_losses_of_mini_batches_are_averaged": "unequal mini-batches",
     "parallel/test_delta_nets.py::test_a_packed_row_is_what_transformers_computes": "docs/families.md: 2e-5 nats",
     "parallel/test_delta_nets.py::test_a_packed_row_is_its_sequences_alone": "two orders of sums over chunks",
     "parallel/test_delta_nets.py::test_a_model_of_two_types_goes_on_in_another_layout": "orders of sums",
