@@ -111,9 +111,10 @@ def test_a_sequence_that_loses_its_place_is_read_again(family, tmp_path, monkeyp
         alike = [Prompt(str(n), longest[:n], "") for n in (1, 2, 3, 63, 64, 65, 100, 101, 129)]
         groups = generator.rollout(alike, 3, policy_version=0, step=0)
         scores = generator.score([rollout for group in groups for rollout in group.rollouts])
+    scored = [score.logprobs for score in scores]
     assert lost
     assert furthest(groups, model) <= NATS
-    assert furthest(groups, model, scores) <= NATS
+    assert furthest(groups, model, scored) <= NATS
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import torch
 
 from tests.parallel.pool import Jobs
 from tests.parallel.programs.learner import assert_same_training, largest_difference
-from tests.support.families import save_family
 from tests.support.plain_training import float32_limits
 from tests.support.rounding import rounded
 from tests.support.slow import slow_but
@@ -54,7 +53,6 @@ def other(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def runs(other, tmp_path_factory):
     """Result of every job on every rank: ``runs[job][rank]``."""
-    delta_nets = {"path": str(save_family(tmp_path_factory.mktemp("delta nets"), "qwen3_5_moe_text"))}
     folder = str(tmp_path_factory.mktemp("run"))
     jobs: dict[int, dict] = {
         1: {
@@ -74,7 +72,6 @@ def runs(other, tmp_path_factory):
             "rounded": train(
                 learner={"quantization": "as_rollout"}, rollout={"quantization": {"weights": "int8"}}, num_steps=1
             ),
-            "delta nets": train(model=delta_nets, num_steps=1),
             "recomputed": train(learner={"recompute": "full"}, num_steps=1),
         },
         2: {"cp2, minibatches": train({"context": 2}, minibatches=4), "dp2, minibatches": train(minibatches=4)},
@@ -104,18 +101,7 @@ def test_several_minibatches(runs, layout):
     assert_same(runs[layout][0], runs["one, minibatches"][0], 4)
 
 
-STARTS = [
-    "one",
-    "one sequence each",
-    "fused head",
-    "adapters",
-    "bf16",
-    "fp16",
-    "exact",
-    "own routes",
-    "rounded",
-    "delta nets",
-]
+STARTS = ["one", "one sequence each", "fused head", "adapters", "bf16", "fp16", "exact", "own routes", "rounded"]
 
 
 @pytest.mark.parametrize("run", [*STARTS, "recomputed"])

@@ -41,6 +41,7 @@ def engine(monkeypatch) -> VllmGenerator:
     made._config, made._device, made._shapes, made._sleeps = RolloutConfig(), "cuda", {}, True
     made._broken, made._stats, made._policy_version, made._wants_weights = "", {}, 0, False
     made._wants_cache, made._architecture, made._max_prompt_length = False, SimpleNamespace(linear=None), 16
+    made._shortest = 1
     made._record_routes, made._precision = False, PrecisionConfig()
     made._num_engines, made._engine, made._rank = 1, 0, 0
     made._sampling, made._llm = Sampling.from_config(made._config), Calls()
