@@ -275,10 +275,10 @@ def on_same_servers(servers, tmp_path: Path, model: Path | None = None) -> None:
     run_dir = tmp_path / "run"
     for path in sorted(folder(servers[0]).glob("*.json")):
         publish(run_dir, read(path))
-    with pytest.MonkeyPatch.context() as patch:
-        if model is not None:
-            patch.setattr(in_flight, "MODEL", model)
-        generator_on(run_dir, servers[1], "finish", wait_s=3.0, health_every_s=0.2).close()
+    recipe = servers[1]
+    if model is not None:
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": model})})
+    generator_on(run_dir, recipe, "finish", wait_s=3.0, health_every_s=0.2).close()
 
 
 def test_a_run_of_another_token_or_model_gets_no_answer(servers, models, tmp_path, monkeypatch):
