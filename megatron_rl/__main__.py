@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_rl import __version__
-from megatron_rl.arguments import FILES, make_folder
+from megatron_rl.arguments import FILES, make_folder, of_job
 from megatron_rl.commands import COMMANDS, GROUPS, full_name, function_name, module_of
 from megatron_rl.errors import (
     EXIT_BAD_INPUT,
@@ -59,8 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.formatwarning = _own_warnings_as_lines
     open_missing()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = None
+    options, rank = None, 0
     try:
+        for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            of_job(name)
+        rank = of_job("RANK") or 0
         options = program_parser().parse_args(arguments)
         options.arguments = arguments
         status = options.execute(options)
@@ -68,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except InputError as error:
         # Every rank has the same problem, so one message is enough.
-        if int(os.environ.get("RANK", 0)) == 0:
+        if rank == 0:
             print(f"error: {message_text(error)}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except ModuleNotFoundError as error:

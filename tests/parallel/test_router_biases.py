@@ -23,7 +23,7 @@ WAYS = {  # to make the same two updates: ranks, sections
     "pp3": (3, {"learner": {"parallel": {"pipeline": 3}}}),
     "tp2 pp3": (6, {"learner": {"parallel": {"tensor": 2, "pipeline": 3}}}),
 }
-OVERFLOW = {"learner": {"dtype": "fp16", "loss_scale": {"initial": 2.0**60}}, "rollout": {"dtype": "fp16"}}
+OVERFLOW = {"learner": {"dtype": "fp16", "loss_scale": {"initial": 2.0**32}}, "rollout": {"dtype": "fp16"}}
 NO_UPDATES = {"log-probs": {}, "scores": {}, "undone": {}, "skipped": OVERFLOW}
 QUICK = ("recompute", "min_variance", "tp2 ep2", "cp2")
 

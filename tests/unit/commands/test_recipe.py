@@ -21,11 +21,12 @@ def test_check_offline_goes_by_the_name(capsys):
     assert main(["check", str(DENSE), "--offline", "--ranks", "6"]) == 2
 
 
-@pytest.mark.parametrize("size", ["", "two", "0", "-1", "2.5", "9" * 20])
-def test_a_number_of_ranks_that_is_none_is_answered_with_its_variable(size, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", size)
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"])
+@pytest.mark.parametrize("number", ["", "two", "-1", "2.5", "9" * 20])
+def test_a_number_of_a_job_that_is_none_is_answered_with_its_variable(name, number, capsys, monkeypatch):
+    monkeypatch.setenv(name, number)
     assert main(["check", str(DENSE), "--offline"]) == 2
-    assert f"the environment's WORLD_SIZE: {size!r} is not a whole number from 1 to" in capsys.readouterr().err
+    assert f"the environment's {name}: {number!r} is not a whole number from " in capsys.readouterr().err
 
 
 SCHEMA = recipe_schema()

@@ -10,11 +10,7 @@ SMALL = 2e-3  # a smaller number that something is compared with is a tolerance
 ELSEWHERE = ("support/rounding.py", "unit/support/test_tolerances.py")
 # Function where a number stands for itself → what it states.
 STATEMENTS = {
-    "e2e/test_delta_nets.py::test_log_probs_are_transformers_before_and_after_an_update": "families.md: 2e-5",
-    "e2e/test_delta_nets.py::test_a_sequence_that_loses_its_place_is_read_again": "families.md: 2e-5",
     "parallel/test_learner_teacher.py::test_the_losses_of_mini_batches_are_averaged": "unequal mini-batches",
-    "parallel/test_delta_nets.py::test_a_packed_row_is_what_transformers_computes": "docs/families.md: 2e-5 nats",
-    "parallel/test_delta_nets.py::test_a_packed_row_is_its_sequences_alone": "two orders of sums over chunks",
     "parallel/test_delta_nets.py::test_a_model_of_two_types_goes_on_in_another_layout": "orders of sums",
     "parallel/test_delta_nets.py::test_sequences_are_cut_over_ranks_by_heads_of_delta_nets": "orders of sums",
     "unit/layers/test_delta_net.py::test_the_convolution_sees_no_other_sequence": "four products against numpy",
