@@ -114,6 +114,10 @@ class DeltaNet(GatedDeltaNet):
 class PackedDeltaNet(DeltaNet):
     """Megatron's layer with the kernels of this module."""
 
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.out_proj.register_forward_pre_hook(_with_plain_strides)
+
     def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: Any = None, **options: Any) -> Any:
         tokens = len(hidden_states) * self.sp_size * self.cp_size
         lengths = [tokens] if packed_seq_params is None else list(packed_seq_params.lengths)
@@ -135,6 +139,11 @@ class PackedDeltaNet(DeltaNet):
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         return (self.out_norm(x.float()) * F.silu(gate.float())).to(x.dtype)
+
+
+def _with_plain_strides(_: torch.nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """[N, 1, channels]: of a transposed row's strides torch's product rounds otherwise where no gradient is asked."""
+    return arguments[0].flatten(0, 1)[:, None], *arguments[1:]
 
 
 # -- the kernels, with the arguments that Megatron gives those of fla

@@ -6,6 +6,7 @@ import torch
 
 from tests.parallel.pool import Jobs
 from tests.parallel.programs.learner import assert_same_training, largest_difference
+from tests.support.families import save_family
 from tests.support.plain_training import float32_limits
 from tests.support.rounding import rounded
 from tests.support.slow import slow_but
@@ -54,6 +55,7 @@ def other(tmp_path_factory) -> str:
 def runs(other, tmp_path_factory):
     """Result of every job on every rank: ``runs[job][rank]``."""
     folder = str(tmp_path_factory.mktemp("run"))
+    delta_nets = str(save_family(tmp_path_factory.mktemp("delta nets"), "qwen3_next", initializer_range=0.06))
     jobs: dict[int, dict] = {
         1: {
             "one": train(),
@@ -72,6 +74,8 @@ def runs(other, tmp_path_factory):
             "rounded": train(
                 learner={"quantization": "as_rollout"}, rollout={"quantization": {"weights": "int8"}}, num_steps=1
             ),
+            "delta nets": train(model={"path": delta_nets}, num_steps=1),
+            "delta nets, adapters": train(model={"path": delta_nets}, learner={"lora": LORA}, num_steps=1),
             "recomputed": train(learner={"recompute": "full"}, num_steps=1),
         },
         2: {"cp2, minibatches": train({"context": 2}, minibatches=4), "dp2, minibatches": train(minibatches=4)},
@@ -104,7 +108,7 @@ def test_several_minibatches(runs, layout):
 STARTS = ["one", "one sequence each", "fused head", "adapters", "bf16", "fp16", "exact", "own routes", "rounded"]
 
 
-@pytest.mark.parametrize("run", [*STARTS, "recomputed"])
+@pytest.mark.parametrize("run", [*STARTS, "delta nets", "delta nets, adapters", "recomputed"])
 def test_the_policy_starts_at_the_reference(runs, run):
     first = runs[run][0]["metrics"][0]
     assert [first[f"reference/{name}"] for name in ("kl", "k3_kl", "kl_in_reward")] == [0.0, 0.0, 0.0]
