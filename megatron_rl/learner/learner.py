@@ -485,6 +485,11 @@ class Learner:
                 head = None if heads is None else microbatch.head
                 if teacher is not None and teacher.tokens == "teacher":
                     head = self._most_probable(logits, microbatch, fused, teacher.top_k)
+                elif heads is not None and head is None:
+                    raise InputError(
+                        f"rollout.sampled_head: {self.recipe.rollout.sampled_head}, but the batch has no heads; use 0, "
+                        "without what reads them, or a batch of such a run"
+                    )
                 logprobs, _, *of_head = self._token_logprobs(logits, microbatch, fused, head)
                 pieces = self._pieces(logprobs, microbatch)
                 if teacher is not None:

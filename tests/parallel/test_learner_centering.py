@@ -19,6 +19,8 @@ LAYOUTS = {
     "pp2": (2, {"pipeline": 2}, {}),
 }
 PPO = {"policy_term": "ppo_clip", "correction": ["tis"]}
+CENTRED = {"objective": {**PPO, "score_centering": True}, "rollout": {"sampled_head": 5}}
+SETS = {"teacher": {"engine": "learner", "top_k": 5, "tokens": "student"}, "rollout": {"sampled_head": 5}}
 METRICS = ("head_mass_mu", "head_mass_pi", "head_mass_min", "tail_ratio", "abs_coeff_sum", "outside_frac")
 NAMES = ("actor/pg_loss", "actor/grad_norm", *(f"score_centering/{name}" for name in METRICS))
 
@@ -44,6 +46,8 @@ def runs():
             "one, minibatches": train({}, {}, 4),
             "not centred": train({}, {}, score_centering=False),
             "ppo": train({}, {}, 4, **PPO),
+            "centred without heads": ("refused", {"minibatches": 4, **CENTRED}),
+            "sets without heads": ("refused", {"minibatches": 1, **SETS}),
         },
         2: {
             "cp2, minibatches": train({"context": 2}, {}, 4),
@@ -88,3 +92,9 @@ def test_centring_is_no_rounding(runs):
     assert centred["score_centering/abs_coeff_sum"] > 0.1
     assert not any(name.startswith("score_centering") for name in plain)
     assert {name for name in centred if not name.startswith("score_centering")} == plain.keys()
+
+
+@pytest.mark.parametrize("read_by", ["centred", "sets"])
+def test_a_batch_without_heads_is_named(runs, read_by):
+    """As one that a run without them has stored, under a recipe that reads them."""
+    assert "rollout.sampled_head: 5, but the batch has no heads" in runs[f"{read_by} without heads"][0]

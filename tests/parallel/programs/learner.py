@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_rl.errors import InputError
 from megatron_rl.learner.learner import Learner
 from tests.support.layouts import leave_layout
 from tests.support.plain_training import Limits
@@ -28,6 +29,15 @@ def train_on_stored_rollouts(
     after = learner.compute_logprobs(stored_rollouts(100))
     weights = {name: tensor.float().clone() for name, tensor in learner.export_weights()}
     return {"metrics": metrics, "before": before, "after": after, "weights": weights}
+
+
+def refused(minibatches: int, **sections: Any) -> str:
+    """What a learner says of a batch that has not what the recipe needs."""
+    try:
+        Learner(tiny_recipe(batch={"minibatches": minibatches}, **sections)).update(stored_rollouts(0, 24, minibatches))
+    except InputError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
 
 
 def exported(**sections: Any) -> dict[str, Any]:
