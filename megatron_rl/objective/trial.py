@@ -39,8 +39,8 @@ def check_user_functions(config: ObjectiveConfig) -> None:
         check_function(name, "objective")
     if not names:
         return
-    # The batch has no routers and no heads, and r may be any number.
-    config = config.model_copy(update={"router_shift": None, "score_centering": False})
+    # The batch has no routers, no heads and no reference, and r may be any number.
+    config = config.model_copy(update={"router_shift": None, "score_centering": False, "kl_loss": None})
     _check_advantage(config.advantage)
     batch = _batch()
     _check_term(config, batch)

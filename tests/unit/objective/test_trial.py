@@ -191,6 +191,7 @@ GOOD = [
     {"correction": [{"mode": "{}:tis", "cap": 1.5}, MASK]},
     {"advantage": "{}:centred", "aggregation": "{}:token_mean"},
     {"policy_term": "{}:sapo", "variance": {"sigma": 0.2}, "distortion": {"delta": 2.0}},
+    {"policy_term": "{}:sapo", "kl_loss": {"coef": 0.1}},
 ]
 BAD = [
     ({"policy_term": "{}:sap"}, r"defines no function 'sap'.*did you mean sapo"),
