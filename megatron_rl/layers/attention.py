@@ -401,8 +401,8 @@ def refuse_unfused_attention(config: TransformerConfig) -> None:
     none at all for parts of sequences."""
     if config.params_dtype == torch.float32 and config.context_parallel_size > 1:
         raise InputError(
-            f"learner.parallel.context: {config.context_parallel_size} with learner.dtype fp32, for which "
-            "TransformerEngine has no attention over parts of sequences; use bf16 or fp16, or uninstall "
+            f"learner.parallel.context: {config.context_parallel_size} with learner.dtype or scoring.dtype fp32, "
+            "for which TransformerEngine has no attention over parts of sequences; use bf16 or fp16, or uninstall "
             "transformer-engine for torch's attention"
         )
     if config.params_dtype == torch.float32 or packed_attention(config) != "unfused":

@@ -86,7 +86,7 @@ def test_one_rank_has_the_row_as_it_lies():
 
 def test_transformer_engine_has_no_attention_over_parts_in_fp32():
     config = SimpleNamespace(params_dtype=torch.float32, context_parallel_size=2)
-    with pytest.raises(InputError, match=r"learner\.parallel\.context: 2 with learner\.dtype fp32.* use bf16 or fp16"):
+    with pytest.raises(InputError, match=r"parallel\.context: 2 with learner\.dtype or scoring\.dtype fp32.* use bf16"):
         refuse_unfused_attention(config)
     refuse_unfused_attention(SimpleNamespace(params_dtype=torch.float32, context_parallel_size=1))
 
