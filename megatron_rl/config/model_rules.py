@@ -370,11 +370,14 @@ def delta_net_problems(recipe: RecipeSections, architecture: Architecture) -> li
 
 def precision_problems(recipe: RecipeSections, architecture: Architecture) -> list[str]:
     """Differences that make mu another policy than pi, in the recipe's keys; empty where there are none."""
-    rollout, precision, problems = recipe.rollout, recipe.precision, []
-    if (precision.fp32_router or precision.rollout_router) and not architecture.is_moe:
-        problems.append(
-            f"precision.fp32_router: true, but the model ({architecture.model_type}) has no router; use false"
-        )
+    rollout, precision = recipe.rollout, recipe.precision
+    asked_by = {"precision": precision.fp32_router or precision.rollout_router}
+    asked_by["scoring"] = recipe.scoring is not None and recipe.scoring.fp32_router
+    problems = [
+        f"{key}.fp32_router: true, but the model ({architecture.model_type}) has no router; use false"
+        for key, is_on in asked_by.items()
+        if is_on and not architecture.is_moe
+    ]
     asked = precision.fp32_router and precision.rollout_router
     if architecture.router_in_fp32 and not asked and {recipe.learner.dtype, rollout.dtype} != {"fp32"}:
         problems.append(

@@ -99,9 +99,10 @@ def test_a_dense_model_has_no_router(tmp_path):
     config = build_tiny_config("qwen3", "nano")
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(tmp_path)
-    recipe = tiny_recipe(model={"path": str(tmp_path)}, precision={"fp32_router": True})
-    with pytest.raises(InputError, match=r"precision\.fp32_router: true, but the model \(qwen3\) has no router"):
-        check_recipe(recipe)
+    for section in ("precision", "scoring"):
+        recipe = tiny_recipe(model={"path": str(tmp_path)}, **{section: {"fp32_router": True}})
+        with pytest.raises(InputError, match=rf"{section}\.fp32_router: true, but the model \(qwen3\) has no router"):
+            check_recipe(recipe)
 
 
 def test_an_engine_that_does_something_else_breaks_the_contract():
