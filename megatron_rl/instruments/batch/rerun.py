@@ -197,10 +197,12 @@ def _shared_folder() -> Iterator[Path]:
 
 
 def repeat_update(learner: Learner, recorded: RecordedBatch) -> dict[str, float]:
-    """Repeat the update of a stored step as in the loop and return its metrics. Learner log-probs are recomputed."""
+    """Repeat the update of a stored step as in the loop and return its metrics. Log-probs of the learner's ranks are
+    computed again, those of a teacher with an engine of its own stay."""
     batch = recorded.batch
     for sequence in batch.sequences:
         sequence.old_logprobs = sequence.current_logprobs = None
+        sequence.reference_logprobs = sequence.scoring_logprobs = None
     lengths = [sequence.length for sequence in batch.sequences]
     learner.scheduler.observe_length(learner.num_updates, sum(lengths) / len(lengths))
     metrics = learner.update(batch)

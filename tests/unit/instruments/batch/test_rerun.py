@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+
 from megatron_rl.instruments.batch.rerun import _with_model, repeat_update
 from megatron_rl.run.recorded_batches import RecordedBatch
 from tests.support.tiny import MODEL, stored_rollouts, tiny_recipe
@@ -13,15 +15,29 @@ from tests.support.tiny import MODEL, stored_rollouts, tiny_recipe
 def test_the_schedule_sees_lengths_at_optimizer_steps_as_in_training():
     """Four updates a batch: the batch of step 10 comes after 40 of them."""
     batch, seen = stored_rollouts(10, minibatches=4), []
-    learner = SimpleNamespace(
+    learner = learner_at_40(seen)
+    repeat_update(learner, RecordedBatch(batch, 40, {}))
+    assert seen == [(40, sum(s.length for s in batch.sequences) / len(batch.sequences))]
+    assert learner.step == 11
+
+
+def learner_at_40(seen: list) -> SimpleNamespace:
+    return SimpleNamespace(
         num_updates=40,
         step=10,
         scheduler=SimpleNamespace(observe_length=lambda *observed: seen.append(observed)),
         update=lambda batch: {"actor/pg_loss": 0.0},
     )
-    repeat_update(learner, RecordedBatch(batch, 40, {}))
-    assert seen == [(40, sum(s.length for s in batch.sequences) / len(batch.sequences))]
-    assert learner.step == 11
+
+
+def test_what_the_learner_scores_is_of_the_repeated_update_alone():
+    """Without `scoring` or `reference` their metrics would be the stored ones, beside another po."""
+    batch = stored_rollouts(10, teacher=True)
+    for sequence in batch.sequences:
+        sequence.scoring_logprobs = sequence.reference_logprobs = np.zeros(sequence.length, np.float32)
+    repeat_update(learner_at_40([]), RecordedBatch(batch, 40, {}))
+    assert {(s.scoring_logprobs, s.reference_logprobs) for s in batch.sequences} == {(None, None)}
+    assert all(s.teacher_logprobs is not None for s in batch.sequences)
 
 
 def test_other_weights_leave_the_reference_where_the_run_started():
