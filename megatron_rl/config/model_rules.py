@@ -52,13 +52,7 @@ def model_problems(
             f"objective.router_shift: {recipe.objective.router_shift:g}, but the model ({architecture.model_type}) has "
             f"{has}; use null"
         )
-    sets = {"rollout.sampled_head": recipe.rollout.sampled_head}
-    sets |= {} if recipe.teacher is None else {"teacher.top_k": recipe.teacher.top_k}
-    problems += [
-        f"{key}: {number}, but the model has {architecture.vocab_size} tokens; use fewer"
-        for key, number in sets.items()
-        if number > architecture.vocab_size
-    ]
+    problems += set_problems(recipe, architecture)
     if recipe.exact.dose is not None and recipe.exact.dose.kind == "router" and not architecture.is_moe:
         problems.append(
             f"exact.noise.kind: router, but the model ({architecture.model_type}) has none; use another kind"
@@ -111,6 +105,17 @@ def stage_layers(layers: int, stages: int) -> list[int]:
     most = -(-layers // stages)
     missing = most * stages - layers
     return [most - (missing + 1) // 2 * (i == 0) - missing // 2 * (i == stages - 1) for i in range(stages)]
+
+
+def set_problems(recipe: RecipeSections, architecture: Architecture) -> list[str]:
+    """Why the model does not have so many tokens at each place; empty where it has."""
+    sets = {"rollout.sampled_head": recipe.rollout.sampled_head}
+    sets |= {} if recipe.teacher is None else {"teacher.top_k": recipe.teacher.top_k}
+    return [
+        f"{key}: {number}, but the model has {architecture.vocab_size} tokens; use fewer"
+        for key, number in sets.items()
+        if number > architecture.vocab_size
+    ]
 
 
 def layout_problems(parallel: ParallelConfig, architecture: Architecture, world_size: int | None) -> list[str]:

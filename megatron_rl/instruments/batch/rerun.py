@@ -34,7 +34,7 @@ import numpy as np
 from megatron_rl.checkpoint.manifest import TRAINER_FILE, list_checkpoints
 from megatron_rl.config import Recipe, load_recipe
 from megatron_rl.config.base import FP32_STORED
-from megatron_rl.config.model_rules import layout_problems, routing_problems
+from megatron_rl.config.model_rules import layout_problems, routing_problems, set_problems
 from megatron_rl.errors import InputError
 from megatron_rl.learner.learner import Learner
 from megatron_rl.model.architecture import read_architecture
@@ -93,7 +93,12 @@ def check_replayable(recipe: Recipe, batch: Batch) -> None:
     """Raise InputError if the changed ``recipe`` does not fit the model or the batch."""
     architecture = read_architecture(recipe.model.path)
     problems = layout_problems(recipe.learner.parallel, architecture, num_ranks(recipe))
-    problems += routing_problems(recipe.routing, architecture)
+    problems += routing_problems(recipe.routing, architecture) + set_problems(recipe, architecture)
+    if len(batch.minibatches) > recipe.batch.minibatches:
+        problems.append(
+            f"batch.minibatches: {recipe.batch.minibatches}, but the stored batch has {len(batch.minibatches)} and is "
+            "updated by as many; use that number"
+        )
     if recipe.routing.needs_engine_routes and batch.sequences[0].routed_experts is None:
         problems.append(
             "routing: the stored batch has no routes; they are recorded with routing.replay: r2 or r3, or "

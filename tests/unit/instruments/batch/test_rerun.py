@@ -6,8 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
-from megatron_rl.instruments.batch.rerun import _with_model, repeat_update
+from megatron_rl.errors import InputError
+from megatron_rl.instruments.batch.rerun import _with_model, check_replayable, repeat_update
 from megatron_rl.run.recorded_batches import RecordedBatch
 from tests.support.tiny import MODEL, stored_rollouts, tiny_recipe
 
@@ -38,6 +40,20 @@ def test_what_the_learner_scores_is_of_the_repeated_update_alone():
     repeat_update(learner_at_40([]), RecordedBatch(batch, 40, {}))
     assert {(s.scoring_logprobs, s.reference_logprobs) for s in batch.sequences} == {(None, None)}
     assert all(s.teacher_logprobs is not None for s in batch.sequences)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"batch": {"minibatches": 1}, "scoring": "bf16"}, "minibatches: 1, but the stored batch has 4"),
+        ({"teacher": {"top_k": 129}}, "top_k: 129, but the model has 128 tokens"),
+    ],
+)
+def test_what_a_stored_batch_does_not_have_is_refused(sections, message):
+    batch = stored_rollouts(0, minibatches=4)
+    check_replayable(tiny_recipe(batch={"minibatches": 4}), batch)
+    with pytest.raises(InputError, match=message):
+        check_replayable(tiny_recipe(**{"batch": {"minibatches": 4}, **sections}), batch)
 
 
 def test_other_weights_leave_the_reference_where_the_run_started():
