@@ -336,7 +336,7 @@ def attribute(directory: RunDirectory, recipe: Recipe, recorded: RecordedBatch, 
             learner.close()
             for taken, changes, is_due in (
                 ({"LM head"}, {"precision": {"fp32_head": True, "allow_asymmetric": True}}, not head_is_fp32),
-                ({"LM head", "body"}, {"learner": {"dtype": "fp32"}}, not stored_fp32),
+                ({"LM head", "body"}, {part: {"dtype": "fp32"} for part in ("learner", "rollout")}, not stored_fp32),
             ):
                 if is_due:
                     changed = changed_recipe(routed, {"model": {"path": str(folder)}, **changes})

@@ -92,7 +92,7 @@ class Scorer:
         return [s.inference_logprobs + gap * np.sign(np.arange(s.length) % 2 - 0.5) for s in batch.sequences]
 
 
-def attributed(monkeypatch, routed: bool) -> Attribution:
+def attributed(monkeypatch, routed: bool, **sections) -> Attribution:
     monkeypatch.setattr(Scorer, "modes", [])
     monkeypatch.setattr(rerun, "Learner", Scorer)
     monkeypatch.setattr(rerun, "learner_at", lambda d, original, changed, *_: nullcontext((Scorer(changed), "")))
@@ -101,7 +101,9 @@ def attributed(monkeypatch, routed: bool) -> Attribution:
     for s in batch.sequences:
         s.inference_logprobs -= 1.0
         s.sampled, s.num_sampled = None, s.length
-    recipe = tiny_recipe(learner={"dtype": "bf16"}, rollout={"dtype": "bf16"}, routing={"telemetry": routed})
+    sections = {"learner": {}, "rollout": {}} | sections
+    half = {name: {"dtype": "bf16", **keys} for name, keys in sections.items()}
+    recipe = tiny_recipe(**half, routing={"telemetry": routed})
     for s, stored in zip(batch.sequences, Scorer(recipe).compute_logprobs(batch, "native"), strict=True):
         s.current_logprobs = stored
     if routed:
@@ -123,6 +125,18 @@ def test_a_batch_without_routes_has_routing_in_its_remainder(monkeypatch):
     )
     assert "routing (the batch has no routes" in without_routes.parts[-1].what
     assert "routing" not in whole.parts[-1].what
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"rollout": {"engine": "exact"}},
+        {"learner": {"quantization": "as_rollout"}, "rollout": {"quantization": {"weights": "int8"}}},
+    ],
+)
+def test_a_recipe_that_wants_both_engines_in_one_type_is_split_too(monkeypatch, sections):
+    alike, free = (attributed(monkeypatch, False, **values) for values in (sections, {}))
+    assert alike.measured == free.measured
 
 
 def test_a_batch_without_log_probs_of_the_learner_is_refused():
