@@ -96,7 +96,7 @@ def _teacher(t: Translation) -> None:
     if t["teaches"] is not True or (sets := _sets(t)) is None:
         return
     cut = (t.ours("rollout.top_p") or 1) < 1 or bool(t.ours("rollout.top_k"))
-    drops = any(item["mode"] == "opsm" for item in t.ours("objective.correction") or ())
+    drops = not sets and any(item["mode"] == "opsm" for item in t.ours("objective.correction") or ())
     if cut or drops or t.ours("batch.filter_groups"):
         t.lose("teaches", "there is no teacher: it goes with no top-p, top-k, filter of groups or opsm")
         return

@@ -86,6 +86,8 @@ CASES = [
       "rollout.sampled_head": 16}),
     ("slime", "--use-opd --opd-type sglang --opd-log-prob-top-k 16 --opd-top-k-strategy only-teacher",
      {"teacher": {**SETS, "path": "TEACHER", "weight": 1.0, "top_k": 16}, "rollout.sampled_head": None}),
+    ("slime", "--use-opd --opd-type sglang --use-opsm", {"teacher": None, "lost": ["--use-opd"]}),
+    ("slime", "--use-opd --opd-type sglang --opd-log-prob-top-k 16 --use-opsm", {"teacher.top_k": 16}),
     *(("slime", f"--use-opd --opd-type sglang --opd-log-prob-top-k 16 {words}",
        {"teacher": None, "lost": ["--opd-log-prob-top-k"]})
       for words in ("--opd-top-k-strategy union", "--opd-reward-weight-mode none")),
