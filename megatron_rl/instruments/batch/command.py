@@ -222,14 +222,14 @@ def run_gradient_bias(options: argparse.Namespace) -> int:
         megatron-rl batch gradient-bias runs/my-run --step 40 --set 'objective.correction=[{mode: is, level: token}]'
 
     The command compares the run's objective with a reference: the same objective with untruncated sequence-level
-    importance sampling as its correction, or as changed by --set. Both gradients are taken at the weights of the step;
-    no weights are updated. It needs the batch and the weights of its step (see `megatron-rl batch replay --help`).
+    importance sampling as its correction and no score centering, or as changed by --set. Both gradients are taken at
+    the weights of the step; no weights are updated. It needs the batch and the weights of its step (see `megatron-rl batch replay --help`).
     """
     from megatron_rl.instruments.batch import rerun
-    from megatron_rl.instruments.batch.gradient_bias import REFERENCE, gradient_bias
+    from megatron_rl.instruments.batch.gradient_bias import gradient_bias, reference_changes
     from megatron_rl.process.host import format_table
 
-    changes = options.overrides or [f"objective.correction={json.dumps(REFERENCE)}"]
+    changes = options.overrides or reference_changes(rerun.open_run(options.run, [])[1])
     directory, recipe, reference, recorded = open_batch(options, changes)
     if (status := on_ranks(options, recipe)) is not None:
         return status

@@ -25,8 +25,16 @@ from megatron_rl.learner.gradient_noise import counted_shards
 from megatron_rl.learner.learner import Learner
 from megatron_rl.types import Batch
 
-REFERENCE = ({"mode": "is", "level": "sequence"},)
-"""The correction of the reference objective: unbiased over whole responses [LD Eq 4]."""
+
+def reference_changes(recipe: Recipe) -> list[str]:
+    """Changes that make the objective of ``recipe`` the reference: a correction that is unbiased over whole responses
+    [LD Eq 4], and no score centering, which is not defined beside it."""
+    changes = ["objective.correction=[{mode: is, level: sequence}]"]
+    if recipe.objective.score_centering:
+        changes.append("objective.score_centering=false")
+        if recipe.teacher is None or recipe.teacher.tokens != "student":
+            changes.append("rollout.sampled_head=0")
+    return changes
 
 
 @dataclass(frozen=True)
