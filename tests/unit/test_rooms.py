@@ -157,7 +157,7 @@ def test_an_engine_is_imported_in_its_rooms_alone(engine):
 
 LEAVES = {"errors", "types", "arguments", "shipped"}  # they import nothing that knows a run
 MOST_ARROWS = 157
-BUDGETS = {"spine": 44_150, "instruments": 20_650, "tools": 6_980, "tests": 65_900, "patches": 2_900}
+BUDGETS = {"spine": 44_150, "instruments": 20_650, "tools": 6_980, "tests": 65_960, "patches": 2_900}
 """Lines of each. A number goes up only in a commit that says why; goals: 31, 17, 6, 58 and 4 thousand."""
 
 

@@ -223,7 +223,8 @@ def run_gradient_bias(options: argparse.Namespace) -> int:
 
     The command compares the run's objective with a reference: the same objective with untruncated sequence-level
     importance sampling as its correction and no score centering, or as changed by --set. Both gradients are taken at
-    the weights of the step; no weights are updated. It needs the batch and the weights of its step (see `megatron-rl batch replay --help`).
+    the weights of the step; no weights are updated. It needs the batch and the weights of its step (see `megatron-rl
+    batch replay --help`).
     """
     from megatron_rl.instruments.batch import rerun
     from megatron_rl.instruments.batch.gradient_bias import gradient_bias, reference_changes

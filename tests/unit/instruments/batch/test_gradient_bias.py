@@ -6,13 +6,13 @@ from megatron_rl.config.loader import load_recipe
 from megatron_rl.instruments.batch.gradient_bias import reference_changes
 from tests.support.tiny import REPOSITORY
 
-CENTERED = ["objective.score_centering=true", "rollout.sampled_head=4", "objective.policy_term=reinforce"]
+STUDENT = ["teacher={top_k: 4, tokens: student, engine: learner}", "rollout.sampled_head=4"]
+CENTERED = [*STUDENT, "objective.score_centering=true", "objective.policy_term=reinforce"]
 
 
-@pytest.mark.parametrize("of_run", [[], CENTERED, [*CENTERED, "teacher={top_k: 4, tokens: student, engine: learner}"]])
-def test_the_reference_of_every_run_is_a_recipe(of_run):
-    file = REPOSITORY / "recipes" / "tiny" / ("distillation.yaml" if len(of_run) == 4 else "demo.yaml")
-    recipe = load_recipe(file, of_run)
-    reference = load_recipe(file, [*of_run, *reference_changes(recipe)])
+@pytest.mark.parametrize(("name", "changes"), [("demo", []), ("centered", []), ("distillation", CENTERED)])
+def test_it_keeps_what_others_read(name, changes):
+    file = REPOSITORY / "recipes" / "tiny" / f"{name}.yaml"
+    reference = load_recipe(file, [*changes, *reference_changes(load_recipe(file, changes))])
     assert [(item.mode, item.level) for item in reference.objective.correction] == [("is", "sequence")]
     assert not reference.objective.score_centering
