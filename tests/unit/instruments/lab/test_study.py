@@ -27,7 +27,7 @@ SHIPPED = sorted(path.parent.name for path in LAB.glob("*/study.yaml"))
         name
         for name in SHIPPED
         if name not in ("servers", "clock", "remedies_early", "remedies_early_2", "remedies_rounded")
-        and name not in ("centering", "centering_2", "staleness")
+        and name not in ("centering", "centering_2", "centering_3", "staleness")
     ],
 )
 def test_the_spread_of_rewards_is_that_of_the_pairs_which_its_pilots_name(name):
