@@ -77,7 +77,7 @@ def use_delta_nets(block: TransformerBlockSubmodules, config: TransformerConfig,
     else:
         common.HAVE_FLA, common.l2norm = True, None  # what it would import of fla
         gdn.causal_conv1d, gdn.chunk_gated_delta_rule = causal_conv, chunked_delta_rule
-        parts = GatedDeltaNetSubmodules(ColumnParallelLinear, PlainNorm, RowParallelLinear)
+        parts = GatedDeltaNetSubmodules(ColumnParallelLinear, PlainNorm, OfTransposedRow)
     first = get_transformer_layer_offset(config)
     for number, layer in enumerate(block.layer_specs):
         if config.linear_attention_freq[first + number]:
@@ -88,6 +88,14 @@ def use_delta_nets(block: TransformerBlockSubmodules, config: TransformerConfig,
                     "input_layernorm.": "self_attention.in_proj.layer_norm_"
                 }
             block.layer_specs[number] = replace(layer, submodules=own)
+
+
+class OfTransposedRow(RowParallelLinear):
+    """Megatron's projection of [N, 1, channels] that was [1, N, channels]. Of such strides torch's product rounds
+    otherwise where no gradient is asked."""
+
+    def forward(self, input_: Tensor) -> Any:
+        return super().forward(input_.flatten(0, 1)[:, None])
 
 
 class PlainNorm(FewPassRMSNorm):
@@ -114,10 +122,6 @@ class DeltaNet(GatedDeltaNet):
 class PackedDeltaNet(DeltaNet):
     """Megatron's layer with the kernels of this module."""
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self.out_proj.register_forward_pre_hook(_with_plain_strides)
-
     def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: Any = None, **options: Any) -> Any:
         tokens = len(hidden_states) * self.sp_size * self.cp_size
         lengths = [tokens] if packed_seq_params is None else list(packed_seq_params.lengths)
@@ -139,11 +143,6 @@ class PackedDeltaNet(DeltaNet):
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         return (self.out_norm(x.float()) * F.silu(gate.float())).to(x.dtype)
-
-
-def _with_plain_strides(_: torch.nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """[N, 1, channels]: of a transposed row's strides torch's product rounds otherwise where no gradient is asked."""
-    return arguments[0].flatten(0, 1)[:, None], *arguments[1:]
 
 
 # -- the kernels, with the arguments that Megatron gives those of fla
