@@ -77,7 +77,7 @@ def use_delta_nets(block: TransformerBlockSubmodules, config: TransformerConfig,
     else:
         common.HAVE_FLA, common.l2norm = True, None  # what it would import of fla
         gdn.causal_conv1d, gdn.chunk_gated_delta_rule = causal_conv, chunked_delta_rule
-        parts = GatedDeltaNetSubmodules(ColumnParallelLinear, PlainNorm, OfTransposedRow)
+        parts = GatedDeltaNetSubmodules(ColumnParallelLinear, PlainNorm, OutputProjection)
     first = get_transformer_layer_offset(config)
     for number, layer in enumerate(block.layer_specs):
         if config.linear_attention_freq[first + number]:
@@ -90,9 +90,12 @@ def use_delta_nets(block: TransformerBlockSubmodules, config: TransformerConfig,
             block.layer_specs[number] = replace(layer, submodules=own)
 
 
-class OfTransposedRow(RowParallelLinear):
-    """Megatron's projection of [N, 1, channels] that was [1, N, channels]. Of such strides torch's product rounds
-    otherwise where no gradient is asked."""
+class OutputProjection(RowParallelLinear):
+    """Megatron's projection, of equal bits with and without gradients.
+
+    Its input [N, 1, channels] is a transposed row. For the strides of a transposed row torch.matmul takes another
+    kernel when no operand needs a gradient, and that kernel rounds differently. Here the input has plain strides.
+    """
 
     def forward(self, input_: Tensor) -> Any:
         return super().forward(input_.flatten(0, 1)[:, None])

@@ -107,13 +107,11 @@ def test_a_packed_row_is_what_transformers_computes(family, layout, rows, theirs
 def test_a_packed_row_is_its_sequences_alone(family, rows, theirs):
     alone = [rows[f"{family} {n}"][0] for n in range(len(LENGTHS))]
     (packed,) = rows[family]
-    assert (
-        furthest(packed["logprobs"], [x for result in alone for x in result["logprobs"]]) <= 2 * theirs[family]["nats"]
-    )
+    bounds = theirs[family]
+    assert furthest(packed["logprobs"], [x for result in alone for x in result["logprobs"]]) <= 2 * bounds["nats"]
     for name, together in packed["gradients"].items():
         apart = sum(result["gradients"][name] for result in alone)
-        bound = 2 * theirs[family]["of a gradient"]
-        assert (together - apart).abs().max() <= bound * apart.abs().max(), name
+        assert (together - apart).abs().max() <= 2 * bounds["of a gradient"] * apart.abs().max(), name
 
 
 def test_the_text_model_of_a_wrapper_is_what_transformers_computes(tmp_path):
